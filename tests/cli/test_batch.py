@@ -69,6 +69,32 @@ def whole(
     yield source, target
 
 
+def test_requests_may_come_through_a_pipe(
+    text_model: Path, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, answered = whole
+    target = tmp_path / "out.jsonl"
+    arguments = ("batch", "/dev/stdin", target, "--model", text_model, "--json")
+    run = quire(*arguments, stdin=source.read_bytes())
+    assert json.loads(run.out)["lines"] == len(answers(answered))
+    assert same_parts(target) == same_parts(answered)
+
+
+def test_the_summary_is_not_written_into_the_answers(text_model: Path, tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [request(0)])
+    with (tmp_path / "out.jsonl").open("wb") as output:
+        run = subprocess.run(
+            [*COMMAND, "batch", source, "/dev/stdout", "--model", text_model],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+    said = "quire: /dev/stdout is standard output, where the summary goes: name a file\n"
+    assert (run.returncode, run.stderr) == (1, said)
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
 def test_a_line_is_answered_at_its_place_the_same_in_any_batch(
     whole: tuple[Path, Path], text_model: Path, tmp_path: Path
 ) -> None:

@@ -4,9 +4,12 @@
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from quire.cli.options import load
@@ -41,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
     written = target.with_name(target.name + ".jsonl") if is_table else target
     if is_table and target.exists() and not written.exists() and not args.restart:
         raise ConfigError(f"{target} is there and whole; say --restart to write it anew")
-    total = num_lines_of(source) if table is None else None
+    if _is_standard_output(written):
+        raise ConfigError(f"{target} is standard output, where the summary goes: name a file")
+    can_be_read_twice = not (source.is_fifo() or source.is_char_device())
+    total = num_lines_of(source) if table is None and can_be_read_twice else None
     lines = lines_of(source) if table is None else table.lines()
     with open_output(written, lines, args.restart) as (output, num_done):
         progress, seconds = asyncio.run(_answer_all(args, lines, output, num_done, total))
@@ -50,6 +56,12 @@ def run(args: argparse.Namespace) -> int:
         written.unlink()
     _summarise(args, progress, seconds)
     return 0
+
+
+def _is_standard_output(path: Path) -> bool:
+    with suppress(OSError):
+        return os.path.samestat(path.stat(), os.fstat(1))
+    return False  # one of them is not there
 
 
 def _table(args: argparse.Namespace) -> TableInput | None:
