@@ -204,7 +204,7 @@ class MemoryPlan:
             raise ConfigError(
                 f"the model's weights{self._and_workspace} take {format_bytes(taken)} as this "
                 f"executor keeps them, but this machine has {format_bytes(self.available)} "
-                "available: use a smaller model or a machine with more memory"
+                "available: use a smaller model or --max-batch-size, or a machine with more memory"
             )
 
     def num_blocks(self, pool_bytes: int, max_context: int | None) -> int:

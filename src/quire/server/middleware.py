@@ -207,7 +207,7 @@ class Middleware:
         limit = self._settings.max_file_bytes + _FORM_BYTES
         length = _header(headers, b"content-length")
         if length.isdecimal() and int(length) > limit:
-            raise _too_large(self._settings.max_file_bytes)
+            raise _too_large(self._settings.max_file_bytes, "--max-file-bytes")
         size, is_whole = 0, False
         started = asyncio.get_running_loop().time()
         usual_s = self._settings.body_timeout_s
@@ -225,7 +225,7 @@ class Middleware:
                 raise self._late(size) from None
             size += len(message.get("body", b""))
             if size > limit:
-                raise _too_large(self._settings.max_file_bytes)
+                raise _too_large(self._settings.max_file_bytes, "--max-file-bytes")
             is_whole = not message.get("more_body", False)
             return message
 
@@ -285,10 +285,10 @@ def replay(body: list[bytes], receive: Receive) -> Receive:
     return replayed
 
 
-def _too_large(limit: int) -> ApiError:
+def _too_large(limit: int, option: str = "--max-body-bytes") -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than {limit} bytes",
+        f"the body is larger than {limit:,} bytes, which is this server's {option}",
         code="body_too_large",
         headers=(("connection", "close"),),
     )

@@ -11,10 +11,10 @@ _NO_FILES = "quire keeps files of requests alone (/v1/files): give texts in the 
 _NO_SENSES = "quire works with text alone"
 _NO_AGENTS = "quire answers requests, it runs no agents: use /v1/chat/completions or /v1/responses"
 _OTHER_MODELS = (
-    "a server has one model: `quire pull`, `quire models` and `quire rm` are for its files, and "
-    "`quire serve NAME` serves one of them"
+    "a server's models are chosen when it starts: `quire pull`, `quire models` and `quire rm` are "
+    "for their files, `quire serve NAME ...` and `--models FOLDER` serve them"
 )
-_ONE_MODEL = "a server has one model, with its adapters merged"
+_ONE_MODEL = "quire serves models with their adapters merged"
 # By how the path begins; what is longer comes first.
 _ELSEWHERE: Mapping[str, str] = {
     "/v1/audio": _NO_SENSES,

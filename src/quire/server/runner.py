@@ -254,7 +254,8 @@ def bound_listener(settings: ServerSettings, *, is_shared: bool = False) -> sock
         listener.bind(address)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
+            f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}; "
+            "--host and --port take others"
         ) from error
     return listener
 
