@@ -70,17 +70,20 @@ class Quota:
 
 
 class Time:
-    """A clock that sleeping moves, for all who sleep at once."""
+    """A clock that sleeping moves, for all who sleep at once. In the place of `asyncio` in the
+    module that is tested alone: servers of other tests sleep, too."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self._sleep = asyncio.sleep
-        monkeypatch.setattr("quire.server.jobs.lines.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("quire.server.jobs.lines.asyncio", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
 
     async def sleep(self, seconds: float) -> None:
         until = self.now + seconds
         while self.now < until:
-            await self._sleep(0)
+            await asyncio.sleep(0)
 
 
 async def _answered(app: Quota, clock: Time, num_lines: int, until_s: float) -> int:
@@ -91,7 +94,7 @@ async def _answered(app: Quota, clock: Time, num_lines: int, until_s: float) -> 
     tasks = [asyncio.create_task(answerer.answer(each, key)) for each in asked]
     while clock.now < until_s and not all(task.done() for task in tasks):
         for _ in range(5):
-            await clock._sleep(0)
+            await asyncio.sleep(0)
         clock.now += 0.25
     num_done = sum(task.done() for task in tasks)
     for task in tasks:
