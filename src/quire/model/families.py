@@ -268,6 +268,17 @@ _SANDWICH = {
 _AFTER = {"post_attention_layernorm": "post_attention_norm"}
 _QWEN_WINDOWS = {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"}
+_GLM4_MOE = {
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+}
 _GRANITE = {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 _GRANITE_KEYS = {"embedding_scale", "residual_scale", "attention.scale", "logit_scale"}
 _OF_DEEPSEEK = Routing(
@@ -902,17 +913,7 @@ FAMILIES = (
         qk_norm_if="use_qk_norm",
         output_bias=False,
         has_extra_layers=True,
-        config_defaults={
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
+        config_defaults=_GLM4_MOE,
         reads=frozenset({"partial_rotary_factor", "use_qk_norm"}),
         routing=_OF_DEEPSEEK,
         gguf_reads=frozenset({"nextn_predict_layers", "rope.dimension_sections"}),
@@ -1186,18 +1187,7 @@ FAMILIES = (
         name="glm4moe",
         model_types=("glm4v_moe_text",),  # GLM-4.5V
         output_bias=False,
-        config_defaults={
-            "attention_bias": True,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
-        },
+        config_defaults={**_GLM4_MOE, "attention_bias": True},
         reads=frozenset({"partial_rotary_factor", "mrope"}),
         routing=_OF_DEEPSEEK,
         has_extra_layers=True,

@@ -14,7 +14,7 @@ _OTHER_MODELS = (
     "a server's models are chosen when it starts: `quire pull`, `quire models` and `quire rm` are "
     "for their files, `quire serve NAME ...` and `--models FOLDER` serve them"
 )
-_ONE_MODEL = "quire serves models with their adapters merged"
+_NO_ADAPTERS = "quire serves models with their adapters merged"
 # By how the path begins; what is longer comes first.
 _ELSEWHERE: Mapping[str, str] = {
     "/v1/audio": _NO_SENSES,
@@ -31,9 +31,9 @@ _ELSEWHERE: Mapping[str, str] = {
     "/v1/assistants": _NO_AGENTS,
     "/v1/threads": _NO_AGENTS,
     "/v1/conversations": _NO_AGENTS,
-    "/v1/load_lora_adapter": _ONE_MODEL,
-    "/v1/unload_lora_adapter": _ONE_MODEL,
-    "/lora-adapters": _ONE_MODEL,
+    "/v1/load_lora_adapter": _NO_ADAPTERS,
+    "/v1/unload_lora_adapter": _NO_ADAPTERS,
+    "/lora-adapters": _NO_ADAPTERS,
     "/api/pull": _OTHER_MODELS,
     "/api/create": _OTHER_MODELS,
     "/api/push": _OTHER_MODELS,
