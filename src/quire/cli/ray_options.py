@@ -28,15 +28,16 @@ examples:
   quire ray serve model.gguf --dry-run > serve.yaml       for `serve deploy` or KubeRay
 """
 
+_CONNECTIONS = "Serve's proxy has the connections; a --direct-port has the default"
 # Options of `quire serve` about what Ray has in its own hands, by their names in the parser.
 NOT_HERE = {
     "tls_cert": "Serve's proxy has no TLS here: put a proxy with a certificate before it",
     "tls_key": "Serve's proxy has no TLS here: put a proxy with a certificate before it",
-    "max_connections": "Serve's proxy has the connections",
-    "max_connections_per_address": "Serve's proxy has the connections",
-    "header_timeout": "Serve's proxy reads the headers",
-    "unread_timeout": "Serve's proxy writes the answers",
-    "keep_alive": "Serve's proxy has the connections",
+    "max_connections": _CONNECTIONS,
+    "max_connections_per_address": _CONNECTIONS,
+    "header_timeout": "Serve's proxy reads the headers; a --direct-port has the default",
+    "unread_timeout": "Serve's proxy writes the answers; a --direct-port has the default",
+    "keep_alive": _CONNECTIONS,
     "models": "name them: every node must know them",
     "model_memory": "each replica keeps its model",
     "idle_timeout": "--min-replicas says how many stay",
