@@ -250,18 +250,32 @@ struct SoftmaxState {
   float max_score, sum;
 };
 
+// What ALiBi adds to a query's scores: the slope times the distance to a key, which to the first of
+// a tile is `distance`. A slope of 0: nothing.
+struct Alibi {
+  float slope = 0.0f;
+  int distance = 0;
+};
+
+INLINE Floats distances(int first) {
+  alignas(64) static const float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return broadcast(static_cast<float>(first)) + load(lanes);
+}
+
 // Replaces one query's scores by its weights. Weights of int8 values include the values' scale.
 template <class Element>
 INLINE SoftmaxState softmax_weights(const CacheTile<Element>& tile, Span span, float cap,
-                                    float* scores) {
+                                    Alibi alibi, float* scores) {
   constexpr bool is_int8 = sizeof(Element) == 1;
+  const bool has_slope = alibi.slope != 0.0f;
   Floats max_score = broadcast(-__builtin_inff());
   for (int b = first_block(span); b < end_block(span); b++) {
     float* of_block = scores + b * block_size;
     Floats x = load(of_block);
     if (is_int8) x = x * load(tile.key_scales[b]);
     if (cap > 0.0f) x = broadcast(cap) * hyperbolic_tangent(x);
-    if (is_int8 || cap > 0.0f) store(of_block, x);
+    if (has_slope) x = x + broadcast(alibi.slope) * distances(alibi.distance + b * block_size);
+    if (is_int8 || cap > 0.0f || has_slope) store(of_block, x);
     max_score = max(max_score, inside(x, span, b * block_size, broadcast(-__builtin_inff())));
   }
   SoftmaxState state;
@@ -345,6 +359,7 @@ struct QueryGroup {
   int begin, count;         // of the queries of the call
   const float* queries;     // [dimension][query], packed
   Span spans[max_queries];  // of each query, in the tile; empty where it attends to none of it
+  Alibi alibi[max_queries];
   SoftmaxState states[max_queries];
   float* output;   // [query][stride]
   int64_t stride;  // value_dim, rounded up to whole vectors
@@ -380,7 +395,8 @@ NOINLINE void attend_group(const CacheTile<Element>& tile, const AttentionShape&
       group.queries, shape.head_dim, tile, first_block(any), end_block(any), scores);
   for (int q = 0; q < num_queries; q++)
     if (!is_empty(group.spans[q]))
-      group.states[q] = softmax_weights(tile, group.spans[q], cap, scores + q * kv_tile_size);
+      group.states[q] =
+          softmax_weights(tile, group.spans[q], cap, group.alibi[q], scores + q * kv_tile_size);
   for (int64_t i = 0; i < num_queries * group.stride; i++) group.output[i] = 0.0f;
   add_value_spans<Element, num_queries>(scores, tile, shape.value_dim, group);
 }
@@ -404,7 +420,7 @@ struct Queries {
   int count, group;
   const float* data;  // of the first row's first head
   RowStrides strides;
-  const float* sinks;  // of the first head; or null
+  const float *sinks, *slopes;  // of the first head; or null
   float* workspace;
 
   INLINE_METHOD int64_t offset(int query) const {
@@ -415,6 +431,11 @@ struct Queries {
   }
   INLINE_METHOD Span attended(int query) const {
     return attended_by(shape, rows[query / group].position);
+  }
+  INLINE_METHOD Alibi alibi(int query, int tile) const {
+    constexpr float log2_of_e = 1.44269504088896341f;
+    if (!slopes) return {};
+    return {slopes[query % group] * log2_of_e, tile * kv_tile_size - rows[query / group].position};
   }
   INLINE_METHOD Span attended_by_any() const {
     return {attended(0).begin, attended(count - 1).end};
@@ -507,8 +528,10 @@ INLINE void walk_tiles(const HeadCache<Element>& cache, const Queries& queries, 
       float* own = packed + group.begin * shape.head_dim;
       if (tile == tiles.begin) pack_queries(queries, factor, group.begin, group.count, own);
       group.queries = own;
-      for (int q = 0; q < group.count; q++)
+      for (int q = 0; q < group.count; q++) {
         group.spans[q] = within_tile(queries.attended(group.begin + q), tile);
+        group.alibi[q] = queries.alibi(group.begin + q, tile);
+      }
       if (is_empty(hull(group.spans, group.count))) continue;
       attend_any_group<Element>(walk.current, shape, cap, group);
       for (int q = 0; q < group.count; q++)
@@ -597,7 +620,9 @@ void attend(const LayerCache& cache, const AttentionShape& shape, int kv_head,
       const float* from = queries + row * strides.queries + head * shape.head_dim;
       float* to = out + row * strides.out + head * shape.value_dim;
       const float* sinks = shape.sinks ? shape.sinks + head : nullptr;
-      const Queries some{shape, rows + row, count * heads, heads, from, strides, sinks, workspace};
+      const float* slopes = shape.slopes ? shape.slopes + head : nullptr;
+      const Queries some{shape,   rows + row, count * heads, heads,    from,
+                         strides, sinks,      slopes,        workspace};
       if (cache.is_int8)
         attend_rows(HeadCache<int8_t>(cache, shape, kv_head), some, to);
       else
@@ -629,7 +654,8 @@ void attend_split(const LayerCache& cache, const AttentionShape& shape, int kv_h
   each_head_range(group, [&](int first, int heads) {
     const int64_t head = static_cast<int64_t>(kv_head) * group + first;
     const float* from = queries + head * shape.head_dim;
-    const Queries some{shape, &row, heads, heads, from, {0, 0}, nullptr, workspace};
+    const float* slopes = shape.slopes ? shape.slopes + head : nullptr;
+    const Queries some{shape, &row, heads, heads, from, {0, 0}, nullptr, slopes, workspace};
     float* own = partials + static_cast<int64_t>(first) * (shape.value_dim + 2);
     if (cache.is_int8)
       attend_split_rows(HeadCache<int8_t>(cache, shape, kv_head), some, tiles, group, own);

@@ -29,7 +29,8 @@ using Array = nb::ndarray<Value, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 // Where the fields that native code reads are in a SequencePlan, which is a named tuple.
 struct PlanLayout {
   PyObject* type = nullptr;  // SequencePlan; never freed
-  size_t start = 0, tokens = 0, block_table = 0, other_tables = 0, want = 0, prompt_targets = 0;
+  size_t start = 0, tokens = 0, block_table = 0, other_tables = 0, states = 0, want = 0,
+         prompt_targets = 0;
 };
 
 struct PlanField {
@@ -43,6 +44,7 @@ constexpr PlanField plan_fields[] = {
     {"tokens", &PlanLayout::tokens},
     {"block_table", &PlanLayout::block_table},
     {"other_tables", &PlanLayout::other_tables},
+    {"states", &PlanLayout::states},
     {"want", &PlanLayout::want},
     {"prompt_targets", &PlanLayout::prompt_targets},
     {"sequence_id", nullptr},
@@ -151,6 +153,7 @@ SequencePlan read_plan(nb::handle row, nb::handle request, nb::handle num_target
   plan.block_tables.push_back(integers<int32_t>(fields[layout.block_table]));
   for (const nb::handle table : nb::borrow<nb::tuple>(fields[layout.other_tables]))
     plan.block_tables.push_back(integers<int32_t>(table));
+  plan.states = integers<int32_t>(fields[layout.states]);
   plan.want = static_cast<Want>(nb::cast<int>(fields[layout.want]));
   if (!request.is_none()) plan.request = nb::cast<const OwnedRequest&>(request).view();
   plan.targets = integers<int64_t>(fields[layout.prompt_targets]);
@@ -338,8 +341,8 @@ std::unique_ptr<BoundDecoder> make_decoder(int64_t hidden_size, int64_t vocabula
 
 int add_layer(BoundDecoder& self, int num_heads, int num_kv_heads, int head_dim, int value_dim,
               int rope, int window, bool is_chunked, float scale, float soft_cap, int sinks,
-              int kv_layer, bool has_key_values, bool has_values_in_keys, int group,
-              std::optional<int> slot) {
+              std::vector<float> slopes, int kv_layer, bool has_key_values, bool has_values_in_keys,
+              int group, std::optional<int> slot) {
   LayerAttention layer{};
   layer.group = group;
   layer.slot = slot.value_or(self.decoder.num_cache_slots());
@@ -356,7 +359,7 @@ int add_layer(BoundDecoder& self, int num_heads, int num_kv_heads, int head_dim,
   layer.sinks = sinks;
   layer.kv_layer = kv_layer;
   layer.has_key_values = has_key_values;
-  return self.decoder.add_layer(layer);
+  return self.decoder.add_layer(layer, std::move(slopes));
 }
 
 int add_matrix(BoundDecoder& self, const std::string& format, Array<const uint8_t> blocks,
@@ -381,12 +384,12 @@ void pack_stacked(BoundDecoder& self, int matrix, const std::string& format,
 }
 
 int add_experts(BoundDecoder& self, int router, int gate, int up, int down, int count, int num_used,
-                bool is_sigmoid, bool normalises, float scale, int num_groups, int num_used_groups,
-                int num_group_best, bool weighs_input, bool has_shared_gate, int choice_bias,
-                int factors, const std::string& activation) {
+                const std::string& scoring, bool normalises, float scale, int num_groups,
+                int num_used_groups, int num_group_best, bool weighs_input, bool has_shared_gate,
+                int choice_bias, int factors, const std::string& activation) {
   Experts experts{};
-  experts.routing = {count, num_used,   is_sigmoid,      normalises,
-                     scale, num_groups, num_used_groups, num_group_best};
+  experts.routing = {count, num_used,   scoring_named(scoring), normalises,
+                     scale, num_groups, num_used_groups,        num_group_best};
   experts.router = router;
   experts.gate = gate;
   experts.up = up;
@@ -458,7 +461,10 @@ Stage stage_named(const StageNames& names) {
                                "latent_rope_and_store",
                                "route",
                                "expert_gate_and_up",
-                               "expert_down"};
+                               "expert_down",
+                               "convolve",
+                               "recur",
+                               "gate_output"};
   const char* const rows[] = {"hidden", "projected", "attention_output", "gated",
                               "branch", "latent",    "layer_inputs"};
   const char* const spans[] = {"head", "each head", "projection"};
@@ -476,17 +482,19 @@ Stage stage_named(const StageNames& names) {
 void add_stage(BoundDecoder& self, const std::string& kind, const std::string& input,
                const std::string& output, const std::optional<Norm>& norm,
                std::vector<int> matrices, float scale, int64_t output_stride, bool is_by_head,
-               const std::string& quantised, const std::string& gate, int layer_input, int layer,
-               const std::optional<Norm>& query_norm, const std::optional<Norm>& key_norm,
-               const std::optional<Norm>& value_norm, const std::string& norm_span,
-               bool norms_after_rope, std::tuple<double, int64_t, int64_t> position_scale,
-               int experts) {
+               const std::string& quantised, const std::string& gate, int gate_numbers,
+               int layer_input, int layer, const std::optional<Norm>& query_norm,
+               const std::optional<Norm>& key_norm, const std::optional<Norm>& value_norm,
+               const std::string& norm_span, bool norms_after_rope,
+               std::tuple<double, int64_t, int64_t> position_scale, int experts, int state,
+               int64_t norm_size, bool norms_before_gate, bool has_sigmoid) {
   Stage stage = stage_named({kind, input, output, quantised, gate, norm_span});
   stage.norm = norm_or_none(norm);
   stage.matrices = std::move(matrices);
   stage.scale = scale;
   stage.is_by_head = is_by_head;
   stage.output_stride = output_stride;
+  stage.gate_numbers = gate_numbers;
   stage.layer_input = layer_input;
   stage.layer = layer;
   stage.query_norm = norm_or_none(query_norm);
@@ -496,7 +504,31 @@ void add_stage(BoundDecoder& self, const std::string& kind, const std::string& i
   stage.norms_after_rope = norms_after_rope;
   const auto& [factor, length, offset] = position_scale;
   stage.position_scale = {factor, length, offset};
+  stage.state = state;
+  stage.norm_size = norm_size;
+  stage.norms_before_gate = norms_before_gate;
+  stage.has_sigmoid = has_sigmoid;
   self.decoder.add_stage(std::move(stage));
+}
+
+int add_state(BoundDecoder& self, const std::string& kind, int kernel, int num_heads,
+              int num_groups, int key_dim, int value_dim, bool is_tiled, int taps, int bias, int a,
+              int dt, int d) {
+  const char* const kinds[] = {"gated DeltaNet", "Mamba 2", "short convolutions"};
+  StateMixer mixer{};
+  mixer.kind = static_cast<StateMixer::Kind>(index_of(kinds, kind));
+  mixer.kernel = kernel;
+  mixer.num_heads = num_heads;
+  mixer.num_groups = num_groups;
+  mixer.key_dim = key_dim;
+  mixer.value_dim = value_dim;
+  mixer.is_tiled = is_tiled;
+  mixer.taps = taps;
+  mixer.bias = bias;
+  mixer.a = a;
+  mixer.dt = dt;
+  mixer.d = d;
+  return self.decoder.add_state(mixer);
 }
 
 nb::dict counters(const BoundDecoder& self) {
@@ -555,15 +587,24 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
           "dims"_a, "interleaved"_a)
       .def("add_layer", &add_layer, nb::kw_only(), "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
            "value_dim"_a, "rope"_a, "window"_a, "is_chunked"_a, "scale"_a, "soft_cap"_a, "sinks"_a,
-           "kv_layer"_a, "has_key_values"_a, "has_values_in_keys"_a, "group"_a = 0,
-           "slot"_a = nb::none())
+           "slopes"_a = std::vector<float>(), "kv_layer"_a, "has_key_values"_a,
+           "has_values_in_keys"_a, "group"_a = 0, "slot"_a = nb::none())
       .def("add_stage", &add_stage, "kind"_a, nb::kw_only(), "input"_a = "hidden",
            "output"_a = "projected", "norm"_a = nb::none(), "matrices"_a = std::vector<int>(),
            "scale"_a = 1.0f, "output_stride"_a = 0, "is_by_head"_a = false,
-           "quantised"_a = "floats", "gate"_a = "silu", "layer_input"_a = -1, "layer"_a = 0,
-           "query_norm"_a = nb::none(), "key_norm"_a = nb::none(), "value_norm"_a = nb::none(),
-           "norm_span"_a = "head", "norms_after_rope"_a = false,
-           "position_scale"_a = std::tuple<double, int64_t, int64_t>{0.0, 0, 0}, "experts"_a = -1)
+           "quantised"_a = "floats", "gate"_a = "silu", "gate_numbers"_a = -1, "layer_input"_a = -1,
+           "layer"_a = 0, "query_norm"_a = nb::none(), "key_norm"_a = nb::none(),
+           "value_norm"_a = nb::none(), "norm_span"_a = "head", "norms_after_rope"_a = false,
+           "position_scale"_a = std::tuple<double, int64_t, int64_t>{0.0, 0, 0}, "experts"_a = -1,
+           "state"_a = -1, "norm_size"_a = 0, "norms_before_gate"_a = false,
+           "has_sigmoid"_a = false)
+      .def("add_state", &add_state, nb::kw_only(), "kind"_a, "kernel"_a, "num_heads"_a,
+           "num_groups"_a, "key_dim"_a, "value_dim"_a, "is_tiled"_a, "taps"_a, "bias"_a = -1,
+           "a"_a = -1, "dt"_a = -1, "d"_a = -1)
+      .def(
+          "allocate_states",
+          [](BoundDecoder& self, int64_t num_states) { self.decoder.allocate_states(num_states); },
+          "num_states"_a)
       .def(
           "add_stack",
           [](BoundDecoder& self, const std::string& format, int num_stacked, int64_t out_size,
@@ -574,15 +615,18 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
           "format"_a, "num_stacked"_a, "out_size"_a, "in_size"_a, "scale"_a = 1.0f, "bias"_a = -1)
       .def("pack_stacked", &pack_stacked, "matrix"_a, "format"_a, "blocks"_a, "first"_a, "count"_a)
       .def("add_experts", &add_experts, nb::kw_only(), "router"_a, "gate"_a, "up"_a, "down"_a,
-           "count"_a, "num_used"_a, "is_sigmoid"_a, "normalises"_a, "scale"_a, "num_groups"_a,
+           "count"_a, "num_used"_a, "scoring"_a, "normalises"_a, "scale"_a, "num_groups"_a,
            "num_used_groups"_a, "num_group_best"_a, "weighs_input"_a, "has_shared_gate"_a,
            "choice_bias"_a, "factors"_a, "activation"_a)
       .def(
           "set_embedding_and_head",
-          [](BoundDecoder& self, int embedding, const Norm& output_norm, int head) {
-            self.decoder.set_embedding_and_head(embedding, output_norm, head);
+          [](BoundDecoder& self, int embedding, const Norm& output_norm, int head, int positions,
+             const std::optional<Norm>& embedding_norm) {
+            self.decoder.set_embedding_and_head(embedding, output_norm, head, positions,
+                                                norm_or_none(embedding_norm));
           },
-          "embedding"_a, "output_norm"_a, "head"_a)
+          "embedding"_a, "output_norm"_a, "head"_a, "positions"_a = -1,
+          "embedding_norm"_a = nb::none())
       .def(
           "allocate_cache",
           [](BoundDecoder& self, int64_t num_blocks, bool is_int8, int64_t prefault_bytes,
@@ -630,6 +674,8 @@ void bind_steps(nb::class_<BoundDecoder>& decoder) {
                    [](const BoundDecoder& self) {
                      return reinterpret_cast<uintptr_t>(self.decoder.cache_block(0, 0));
                    })
+      .def_prop_ro("state_bytes",
+                   [](const BoundDecoder& self) { return self.decoder.state_bytes(); })
       .def_prop_ro("cache_bytes",
                    [](const BoundDecoder& self) { return self.decoder.cache_bytes(); })
       .def(

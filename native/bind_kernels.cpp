@@ -65,8 +65,11 @@ void copy_groups(const std::vector<ActivationGroup>& groups, const Records& out)
 class Cache {
  public:
   Cache(const std::string& unit, const AttentionShape& shape, bool is_int8, Table block_table,
-        std::vector<float> sinks)
-      : kernels_(unit_named(unit)), shape_(shape), sinks_(std::move(sinks)) {
+        std::vector<float> sinks, std::vector<float> slopes)
+      : kernels_(unit_named(unit)),
+        shape_(shape),
+        sinks_(std::move(sinks)),
+        slopes_(std::move(slopes)) {
     expect_within("num_heads", shape.num_heads, 1, max_heads);
     expect_within("num_kv_heads", shape.num_kv_heads, 1, max_heads);
     expect_within("head_dim", shape.head_dim, 1, max_head_dim);
@@ -77,6 +80,9 @@ class Cache {
     expect(sinks_.empty() || sinks_.size() == static_cast<size_t>(shape.num_heads),
            "a sink must be given for each head");
     if (!sinks_.empty()) shape_.sinks = sinks_.data();
+    expect(slopes_.empty() || slopes_.size() == static_cast<size_t>(shape.num_heads),
+           "a slope must be given for each head");
+    if (!slopes_.empty()) shape_.slopes = slopes_.data();
     expect(!shape.has_values_in_keys || shape.value_dim <= shape.head_dim,
            "values in keys must not be longer than keys");
     workspace_ = Buffer(
@@ -169,7 +175,7 @@ class Cache {
 
   const Kernels& kernels_;
   AttentionShape shape_;
-  std::vector<float> sinks_;
+  std::vector<float> sinks_, slopes_;
   std::vector<int32_t> table_;
   std::vector<uint8_t> data_;
   std::vector<float> key_scales_, value_scales_;
@@ -220,7 +226,16 @@ float quantise_per_token(const std::string& unit, Input x, Records out) {
 
 void gate(const std::string& unit, const std::string& kind, Input gate, Input up, Output out) {
   expect(gate.size() == up.size() && gate.size() == out.size(), "gate, up, out: one size");
-  unit_named(unit).gate(gate_named(kind), gate.data(), up.data(), size_of(gate.size()), out.data());
+  const Gate named = gate_named(kind);
+  expect(named != Gate::xielu, "xielu has numbers and no gate");
+  unit_named(unit).gate(named, nullptr, gate.data(), up.data(), size_of(gate.size()), out.data());
+}
+
+void xielu(const std::string& unit, Input x, Input numbers, Output out) {
+  expect(x.size() == out.size(), "x, out: one size");
+  expect(numbers.size() == num_xielu_numbers, "xielu has four numbers");
+  unit_named(unit).gate(Gate::xielu, numbers.data(), x.data(), nullptr, size_of(x.size()),
+                        out.data());
 }
 
 void add(const std::string& unit, Output x, Input y) {
@@ -250,10 +265,10 @@ void add_scaled(const std::string& unit, Output x, Input y, float factor) {
 
 // The experts of one token, and their weights.
 std::pair<std::vector<int>, std::vector<float>> choose_experts(
-    Input logits, Input choice_bias, Input factors, int num_used, bool is_sigmoid, bool normalises,
-    float scale, int num_groups, int num_used_groups, int num_group_best) {
+    Input logits, Input choice_bias, Input factors, int num_used, const std::string& scoring,
+    bool normalises, float scale, int num_groups, int num_used_groups, int num_group_best) {
   const Routing routing{
-      size_of(logits.size()), num_used,      is_sigmoid, normalises, scale, num_groups,
+      size_of(logits.size()), num_used,      scoring_named(scoring), normalises, scale, num_groups,
       num_used_groups,        num_group_best};
   checked(routing);
   for (const Input& given : {choice_bias, factors})
@@ -269,8 +284,8 @@ std::pair<std::vector<int>, std::vector<float>> choose_experts(
 
 void bind_routing(nb::module_& m) {
   m.def("choose_experts", &choose_experts, nb::kw_only(), "logits"_a, "choice_bias"_a, "factors"_a,
-        "num_used"_a, "is_sigmoid"_a, "normalises"_a, "scale"_a, "num_groups"_a,
-        "num_used_groups"_a, "num_group_best"_a);
+        "num_used"_a, "scoring"_a, "normalises"_a, "scale"_a, "num_groups"_a, "num_used_groups"_a,
+        "num_group_best"_a);
 }
 
 void bind_rows(nb::module_& m) {
@@ -281,6 +296,7 @@ void bind_rows(nb::module_& m) {
   m.def("quantise_blocks", &quantise_blocks, "unit"_a, "x"_a, "out"_a);
   m.def("quantise_per_token", &quantise_per_token, "unit"_a, "x"_a, "out"_a);
   m.def("gate", &gate, "unit"_a, "kind"_a, "gate"_a, "up"_a, "out"_a);
+  m.def("xielu", &xielu, "unit"_a, "x"_a, "numbers"_a, "out"_a);
   m.def("add", &add, "unit"_a, "x"_a, "y"_a);
   m.def("add_scaled", &add_scaled, "unit"_a, "x"_a, "y"_a, "factor"_a);
   m.def("soft_cap", &soft_cap, "unit"_a, "x"_a, "cap"_a);
@@ -302,7 +318,8 @@ void bind_kernels(nb::module_& m) {
           "__init__",
           [](Cache* self, const std::string& unit, int num_heads, int num_kv_heads, int head_dim,
              Table block_table, int value_dim, int window, bool is_chunked, float scale,
-             float soft_cap, std::vector<float> sinks, bool has_values_in_keys, bool is_int8) {
+             float soft_cap, std::vector<float> sinks, bool has_values_in_keys, bool is_int8,
+             std::vector<float> slopes) {
             AttentionShape shape{};
             shape.num_heads = num_heads;
             shape.num_kv_heads = num_kv_heads;
@@ -313,13 +330,14 @@ void bind_kernels(nb::module_& m) {
             shape.scale = scale;
             shape.soft_cap = soft_cap;
             shape.has_values_in_keys = has_values_in_keys;
-            new (self) Cache(unit, shape, is_int8, block_table, std::move(sinks));
+            new (self)
+                Cache(unit, shape, is_int8, block_table, std::move(sinks), std::move(slopes));
           },
           nb::arg("unit"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
           nb::arg("block_table"), nb::arg("value_dim") = 0, nb::arg("window") = 0,
           nb::arg("is_chunked") = false, nb::arg("scale") = 1.0f, nb::arg("soft_cap") = 0.0f,
           nb::arg("sinks") = std::vector<float>(), nb::arg("has_values_in_keys") = false,
-          nb::arg("is_int8") = false)
+          nb::arg("is_int8") = false, nb::arg("slopes") = std::vector<float>())
       .def("store", &Cache::store, "position"_a, "key"_a, "value"_a)
       .def("attend", &Cache::attend, "position"_a, "num_rows"_a, "queries"_a, "out"_a)
       .def("attend_split", &Cache::attend_split, "position"_a, "queries"_a, "out"_a)

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "routing.h"
 #include "sampler.h"
 
 namespace quire {
@@ -23,9 +24,19 @@ inline const Kernels& unit_named(const std::string& name) {
   throw nanobind::value_error(("no unit \"" + name + "\" runs on this processor").c_str());
 }
 
+// A scoring by the name that quire.model.spec.Scoring has for it.
+inline Scoring scoring_named(const std::string& name) {
+  const char* const names[] = {"softmax", "sigmoid", "sparse_mixer"};  // as Scoring
+  static_assert(sizeof names / sizeof *names == num_scorings, "a name for each scoring");
+  for (int i = 0; i < num_scorings; i++)
+    if (name == names[i]) return static_cast<Scoring>(i);
+  throw nanobind::value_error(("no such word for a scoring: " + name).c_str());
+}
+
 // A gate by the name that quire.model.spec.Activation has for it.
 inline Gate gate_named(const std::string& name) {
-  const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"};  // as Gate
+  const char* const names[] = {"silu",  "gelu",           "gelu_tanh",
+                               "relu2", "clamped_swiglu", "xielu"};  // as Gate
   static_assert(sizeof names / sizeof *names == num_gates, "a name for each gate");
   for (int i = 0; i < num_gates; i++)
     if (name == names[i]) return static_cast<Gate>(i);

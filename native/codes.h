@@ -244,6 +244,9 @@ INLINE Codes signed_codes(Codes x) {
 INLINE Floats half_field(const uint8_t* record, int field) {
   return load_half(reinterpret_cast<const uint16_t*>(record) + 16 * field);
 }
+INLINE Floats float_field(const uint8_t* record, int field) {
+  return load(reinterpret_cast<const float*>(record) + 16 * field);
+}
 INLINE Ints unsigned_field(const uint8_t* bytes, int field) {
   return load_unsigned_bytes(bytes + 16 * field);
 }
@@ -316,6 +319,17 @@ struct AsMXFP4 : Traits<MXFP4, 5, mxfp4_zero, false, false, false> {
     const Ints subnormal = (byte + one) * broadcast_int(1 << 21);
     return bits_as_floats(max(shift_left_23(byte - one), subnormal));
   }
+};
+struct AsU4_128 : Traits<U4_128, 4, 0, false, true, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return float_field(r, 0); }
+  INLINE_STATIC Floats minimum(const uint8_t* r) {
+    return broadcast(0.0f) - scale(r) * float_field(r, 1);
+  }
+};
+struct AsI8_128 : Traits<I8_128, 8, 0, false, false, true> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return AsQ8_0::codes(p, j); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return float_field(r, 0); }
 };
 struct AsTernary : Traits<TERNARY, 2, 1, false, false, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }

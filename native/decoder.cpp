@@ -111,8 +111,10 @@ int Decoder::add_rope(int dims, bool interleaved) {
   return static_cast<int>(ropes_.size()) - 1;
 }
 
-int Decoder::add_layer(const LayerAttention& layer) {
+int Decoder::add_layer(const LayerAttention& layer, std::vector<float> slopes) {
   check_layer(layer);
+  expect(slopes.empty() || static_cast<int>(slopes.size()) == layer.shape.num_heads,
+         "a layer has a slope for each head, or none");
   expect(num_blocks_ == 0, "the cache was allocated: a layer must be added before");
   layers_.push_back(layer);
   first_stages_.push_back(stages_.size());
@@ -124,6 +126,7 @@ int Decoder::add_layer(const LayerAttention& layer) {
   num_groups_ = std::max(num_groups_, layers_.back().group + 1);
   AttentionShape& shape = layers_.back().shape;
   if (layer.sinks >= 0) shape.sinks = vectors_[static_cast<size_t>(layer.sinks)].data();
+  if (!slopes.empty()) shape.slopes = slopes_.emplace_back(std::move(slopes)).data();
   attention_floats_ =
       std::max(attention_floats_,
                attention_workspace(shape.head_dim, shape.value_dim, shape.has_values_in_keys));
@@ -144,9 +147,11 @@ void Decoder::add_stage(Stage stage) {
   if (stage.kind == Stage::latent_rope_and_store) stage.input = RowKind::gated;
   stage.input_size = buffer(stage.input).written;
   stage.latent_size = buffer(RowKind::latent).written;
+  stage.gate_size = buffer(RowKind::attention_output).written;
   check_stage(stage);
   set_written(stage);
-  if (stage.kind == Stage::attend) last_attend_ = stages_.size();
+  if (stage.kind == Stage::attend) drop_at_ = stages_.size();
+  if (stage.kind == Stage::convolve || stage.kind == Stage::recur) drop_at_ = stages_.size() + 1;
   stages_.push_back(std::move(stage));
 }
 
@@ -166,6 +171,8 @@ int64_t Decoder::output_size(const Stage& stage) const {
       return int64_t{shape.num_heads} * shape.value_dim;
     }
     case Stage::expert_down: return shape_.hidden_size;
+    case Stage::convolve:
+    case Stage::recur: return state_of(stage).output_size();
     default: return 0;
   }
 }
@@ -178,7 +185,8 @@ void Decoder::set_written(const Stage& stage) {
   reserved_rows_ = 0;  // the reserved rows may be too narrow for this stage
   if (stage.kind == Stage::gate_and_up)
     output = RowKind::gated;
-  else if (stage.kind == Stage::attend)
+  else if (stage.kind == Stage::attend || stage.kind == Stage::recur ||
+           (stage.kind == Stage::convolve && state_of(stage).kind == StateMixer::convolution))
     output = RowKind::attention_output;
   else if (stage.kind == Stage::expert_down)
     output = RowKind::branch;
@@ -189,10 +197,17 @@ void Decoder::set_written(const Stage& stage) {
   rows.width = std::max(rows.width, rows.written);
 }
 
-void Decoder::set_embedding_and_head(int embedding, const Norm& output_norm, int head) {
+void Decoder::set_embedding_and_head(int embedding, const Norm& output_norm, int head,
+                                     int positions, const Norm& embedding_norm) {
   expect_matrix("the embedding", embedding, shape_.vocabulary_size, shape_.hidden_size);
   expect_matrix("the head", head, shape_.vocabulary_size, shape_.hidden_size);
   expect_norm("the output norm", output_norm, shape_.hidden_size);
+  if (embedding_norm.kind != Norm::none)
+    expect_norm("the embedding's norm", embedding_norm, shape_.hidden_size);
+  embedding_norm_ = embedding_norm;
+  if (positions != -1)
+    expect_matrix("positions", positions, rows_of(positions), shape_.hidden_size);
+  positions_ = positions;
   embedding_ = embedding;
   output_norm_ = output_norm;
   head_ = head;
@@ -287,7 +302,7 @@ void Decoder::set_rope(int rope, const float* cosines, const float* sines, int64
 int64_t Decoder::num_positions() const {
   int64_t all = max_positions;
   for (const RopeTables& tables : ropes_) all = std::min(all, tables.num_positions);
-  return all;
+  return positions_ == -1 ? all : std::min(all, matrix(positions_).out_size);
 }
 
 int64_t Decoder::weight_bytes() const {
@@ -298,7 +313,7 @@ int64_t Decoder::weight_bytes() const {
 }
 
 int64_t Decoder::cache_bytes() const {
-  return static_cast<int64_t>(cache_.size() + cache_scales_.size());
+  return static_cast<int64_t>(cache_.size() + cache_scales_.size() + state_slots_.size());
 }
 
 void Decoder::publish() {
@@ -349,7 +364,7 @@ void Decoder::run(const StepInput& input) {
   embed(input);
   for (size_t i = 0; i < stages_.size(); i++) {
     if (is_cancelled_.load(std::memory_order_relaxed)) throw Cancelled();
-    if (i == last_attend_) keep_output_rows(input.output_rows);
+    if (i == drop_at_) keep_output_rows(input.output_rows);
     if (num_rows_ == 0) break;
     compute(stages_[i]);
   }
@@ -364,6 +379,7 @@ void Decoder::begin(const StepInput& input) {
   // A row's logits may be computed twice: for a prompt target's score, and for the row's own want.
   reserve_rows(std::max(num_rows_, std::min(2 * num_rows_, static_cast<int>(max_head_rows))));
   row_positions_ = input.positions;
+  row_states_ = input.states;
   tokens_ = input.tokens.data();
   advance_prefault();
   kept_index_.resize(input.tokens.size());
@@ -374,6 +390,7 @@ void Decoder::begin(const StepInput& input) {
 void Decoder::run_layer(const StepInput& input, int layer, float* hidden, int64_t stride) {
   check_ready(static_cast<int64_t>(input.tokens.size()));
   expect_within("a layer", layer, 0, num_layers() - 1);
+  expect(!keeps_states(), "a layer of a model that keeps states does not run alone");
   Stopwatch watch(counters_.seconds);
   Pool::Session session(pool_);
   if (layer == 0) copy_blocks(input);
@@ -404,8 +421,8 @@ void Decoder::advance_prefault() {
   prefault_.set_used(static_cast<double>(last + 1) / static_cast<double>(num_blocks_));
 }
 
-// Once the last layer's keys and values are stored only the output rows are needed: the others,
-// most of a prompt, are dropped.
+// Once the last layer's keys and values are stored, or its state carried on, only the output rows
+// are needed: the others, most of a prompt, are dropped.
 void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
   if (static_cast<int>(output_rows.size()) == num_rows_) return;
   was_finite_.resize(static_cast<size_t>(num_rows_));
@@ -423,6 +440,8 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
     if (row != num_rows_) {
       move(RowKind::hidden, row, num_rows_);
       move(RowKind::projected, row, num_rows_);
+      move(RowKind::attention_output, row, num_rows_);
+      move(RowKind::gated, row, num_rows_);
       move(RowKind::layer_inputs, row, num_rows_);
       for (auto& rows : row_positions_)
         rows[static_cast<size_t>(num_rows_)] = rows[static_cast<size_t>(row)];
@@ -450,6 +469,9 @@ void Decoder::compute(const Stage& stage) {
     case Stage::scale_hidden: return scale_hidden(stage);
     case Stage::add_layer_embedding: return add_layer_embedding(stage);
     case Stage::latent_rope_and_store: return latent_rope_and_store(stage);
+    case Stage::convolve: return convolve(stage);
+    case Stage::recur: return recur(stage);
+    case Stage::gate_output: return gate_output(stage);
   }
 }
 
@@ -534,8 +556,17 @@ void Decoder::embed(const StepInput& input) {
       float* state = row_of(RowKind::hidden, row);
       read_row(embedding_, input.tokens[static_cast<size_t>(row)], state);
       if (shape_.embedding_scale != 1.0f) scale(state, shape_.hidden_size, shape_.embedding_scale);
+      if (positions_ != -1) add_position(input.positions[0][static_cast<size_t>(row)], state);
+      apply_norm(embedding_norm_, state, shape_.hidden_size, state);
     }
   });
+}
+
+void Decoder::add_position(const RowPosition& row, float* state) const {
+  thread_local std::vector<float> own;
+  own.resize(static_cast<size_t>(shape_.hidden_size));
+  read_row(positions_, row.position, own.data());
+  kernels_.add(state, own.data(), static_cast<int>(shape_.hidden_size));
 }
 
 // The mean of a normed projection of the embedding and of a second embedding's row, times the root

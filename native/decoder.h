@@ -8,6 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -79,13 +80,49 @@ struct PositionScale {
 
 // What a layer's rope_and_store and attend stages compute with.
 struct LayerAttention {
-  AttentionShape shape;  // of what the cache keeps; its sinks are set by add_layer
+  AttentionShape shape;  // of what the cache keeps; its sinks and slopes are set by add_layer
   int rope;              // index, or -1
   int sinks;             // index of a vector, or -1
   int kv_layer;          // whose keys and values it reads: a layer before it; -1: its own
   bool has_key_values;   // its values are what its keys are before norm and rope
   int group;             // whose block table it reads: all layers of a group see the same positions
   int slot;              // its place in a block, among the layers of its group; both are kv_layer's
+};
+
+// A layer's half that keeps a state of its sequence, as quire.model.states.StateMixer. A state is
+// the convolution's inputs of the kernel - 1 tokens before, the oldest first; then for each head a
+// matrix [key_dim][value_stride()].
+struct StateMixer {
+  static constexpr int channels_of_task = 512;
+  enum Kind { delta_net, mamba, convolution } kind;
+  int kernel, num_heads, num_groups;
+  int key_dim;  // of a convolution alone 0
+  int value_dim;
+  bool is_tiled;       // head h uses group h % num_groups; else groups' heads follow each other
+  int taps;            // a vector, [kernel][channels()]
+  int bias;            // of the convolution: a vector, or -1
+  int a, dt, d;        // vectors of a number for each head; -1: none
+  int64_t offset = 0;  // set by add_state: floats of a slot before this layer's
+
+  int64_t group_size() const { return int64_t{num_groups} * key_dim; }
+  int64_t output_size() const { return int64_t{num_heads} * value_dim; }
+  int64_t channels() const { return 2 * group_size() + output_size(); }
+  int64_t value_stride() const { return (int64_t{value_dim} + 15) / 16 * 16; }
+  int64_t convolved_floats() const { return ((kernel - 1) * channels() + 15) / 16 * 16; }
+  int64_t head_floats() const { return key_dim * value_stride(); }
+  int64_t floats() const { return convolved_floats() + num_heads * head_floats(); }
+  // Of rows as they are projected: the convolution's inputs, then alpha and beta of each head; of a
+  // convolution alone what multiplies its input, what multiplies its output, and its input.
+  int64_t projected_size() const {
+    if (kind == convolution) return 3 * channels();
+    return channels() + (kind == delta_net ? 2 : 1) * num_heads;
+  }
+  int64_t num_convolve_tasks() const {  // of the rows of one sequence
+    return (channels() + channels_of_task - 1) / channels_of_task;
+  }
+  int group_of(int head) const {
+    return is_tiled ? head % num_groups : head / (num_heads / num_groups);
+  }
 };
 
 // The part of a block that one layer of each group has, as large as the largest of them.
@@ -110,7 +147,10 @@ struct Stage {
     latent_rope_and_store,
     route,               // chooses the experts of each row, and orders slots
     expert_gate_and_up,  // of the chosen experts
-    expert_down          // their sum: `branch` rows, which are added to `output` rows if others
+    expert_down,         // their sum: `branch` rows, which are added to `output` rows if others
+    convolve,            // a state's convolution of `projected`; alone it makes attention_output
+    recur,               // a state's heads: `projected` to attention_output
+    gate_output          // attention_output times a function of `gated`, normed before or after
   } kind;
   RowKind input = RowKind::hidden, output = RowKind::projected;
   Norm norm;                  // norm_and_quantise, add_branch, add_layer_embedding
@@ -123,15 +163,21 @@ struct Stage {
   // Set by add_stage: how many floats of the rows that it reads were written before it; of `latent`
   // where it is latent_rope_and_store.
   int64_t input_size = 0, latent_size = 0;
+  int64_t gate_size = 0;  // gate_output, likewise: of attention_output
   // gate_and_up: groups or blocks where it quantises its result for the next GEMM itself
   ActivationFormat quantised = ActivationFormat::floats;
   Gate gate = Gate::silu;
-  int layer_input = -1;  // gate_and_up: the layer whose input takes the place of up(x)
-  int layer = 0;         // rope_and_store, attend
+  int gate_numbers = -1;  // gate_and_up: index of a vector, with xielu
+  int layer_input = -1;   // gate_and_up: the layer whose input takes the place of up(x)
+  int layer = 0;          // rope_and_store, attend
   Norm query_norm, key_norm, value_norm;  // rope_and_store
   NormSpan norm_span = NormSpan::head;    // of queries and keys
   bool norms_after_rope = false;
   PositionScale position_scale;
+  int state = -1;                  // convolve, recur: index of a StateMixer
+  int64_t norm_size = 0;           // gate_output: numbers that are normed together
+  bool norms_before_gate = false;  // with one weight vector for all; else each has its own
+  bool has_sigmoid = false;        // gate_output: else silu
   // Index of an Experts. project_and_add: rows are multiplied by the weights of its shared expert.
   int experts = -1;
 };
@@ -152,6 +198,12 @@ struct StepInput {
   std::vector<std::vector<RowPosition>> positions;  // [group][row]
   std::vector<int> output_rows;  // rows whose final hidden state is wanted, ascending
   std::vector<std::pair<int32_t, int32_t>> copies;  // blocks: source, target
+  // Rows of one sequence, and the slots of its state before and after them; a source of -1: zeros.
+  struct State {
+    int first_row, num_rows;
+    int32_t source, target;
+  };
+  std::vector<State> states;  // in the order of the rows; empty where the model keeps none
 };
 
 struct Counters {  // since the decoder was made
@@ -196,12 +248,19 @@ class Decoder {
   int add_experts(const Experts& experts);
   int add_vector(const float* values, int64_t size);
   int add_rope(int dims, bool interleaved);
-  int add_layer(const LayerAttention& layer);
+  // `slopes`: ALiBi's of each head; or empty.
+  int add_layer(const LayerAttention& layer, std::vector<float> slopes);
+  int add_state(const StateMixer& mixer);
   void add_stage(Stage stage);
-  void set_embedding_and_head(int embedding, const Norm& output_norm, int head);
+  // `positions`: index of a matrix with a row for each position, which is added to a token's; or
+  // -1.
+  // `embedding_norm`: of a token's row; or none.
+  void set_embedding_and_head(int embedding, const Norm& output_norm, int head, int positions,
+                              const Norm& embedding_norm);
   // prefault_bytes: bytes of the cache that are faulted in ahead of use; low_priority: by a thread
   // of the lowest priority.
   void allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_bytes, bool low_priority);
+  void allocate_states(int64_t num_states);
   // A rope's tables of `size` numbers each, [num_positions][dims / 2].
   void set_rope(int rope, const float* cosines, const float* sines, int64_t size,
                 int64_t num_positions);
@@ -262,6 +321,9 @@ class Decoder {
   // No layer of the group sees earlier positions from this position on.
   int64_t first_seen(int group, int64_t position) const;
   int64_t num_blocks() const { return num_blocks_; }
+  bool keeps_states() const { return !states_.empty(); }
+  int64_t num_states() const { return num_states_; }
+  int64_t state_bytes() const;    // of a slot
   int64_t num_positions() const;  // that all rope tables hold
 
  private:
@@ -330,6 +392,10 @@ class Decoder {
   void check_gate(const Stage& stage) const;
   void check_layer_embedding(const Stage& stage) const;
   void check_layer(const LayerAttention& layer) const;
+  void check_state(const StateMixer& mixer) const;
+  const StateMixer& state_of(const Stage& stage) const;
+  void check_recur(const Stage& stage) const;
+  void check_gate_output(const Stage& stage) const;
   void check_experts(const Experts& experts) const;
   void check_stack(const char* what, int index, int count, int64_t out_size, int64_t in_size) const;
   void check_routed(const Stage& stage) const;
@@ -338,6 +404,7 @@ class Decoder {
   void begin(const StepInput& input);
   void compute(const Stage& stage);
   void embed(const StepInput& input);
+  void add_position(const RowPosition& row, float* state) const;
   void copy_blocks(const StepInput& input);
   void plan_attention();
   void plan_attention(AttendPlan& plan);
@@ -391,6 +458,14 @@ class Decoder {
   void apply_rope(int layer, float* heads, int count, int64_t stride, int position) const;
   const float* normed_values(const Stage& stage, const float* key, const float* value) const;
   void attend(const Stage& stage);
+  float* state_slot(const StateMixer& mixer, int32_t slot) const {
+    return state_slots_.as<float>() + slot * state_floats_ + mixer.offset;
+  }
+  void convolve(const Stage& stage);
+  void convolve_rows(const StateMixer& mixer, const StepInput::State& of, int64_t first, int size);
+  void recur(const Stage& stage);
+  void recur_rows(const StateMixer& mixer, const StepInput::State& of, int head);
+  void gate_output(const Stage& stage);
   void compute_logits(const int* rows, int count);
   // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into
   // out [count][stride]. `column`: of the activations, where the matrix's begin.
@@ -423,13 +498,17 @@ class Decoder {
   std::vector<std::vector<float>> vectors_;
   std::vector<RopeTables> ropes_;
   std::vector<LayerAttention> layers_;
-  std::vector<size_t> plan_of_layer_;  // index into attend_plans_
+  std::deque<std::vector<float>> slopes_;  // of layers that have them
+  std::vector<size_t> plan_of_layer_;      // index into attend_plans_
   std::vector<Experts> experts_;
+  std::vector<StateMixer> states_;
   std::vector<Stage> stages_;
-  size_t last_attend_ = 0;            // index of a stage
+  // The stage before which rows that nobody asked for are dropped: the last that looks at other
+  // rows' keys and values, or the one after the last that carries a state from row to row.
+  size_t drop_at_ = 0;
   std::vector<size_t> first_stages_;  // of each layer
-  int embedding_ = -1, head_ = -1;
-  Norm output_norm_;
+  int embedding_ = -1, head_ = -1, positions_ = -1;
+  Norm output_norm_, embedding_norm_;
 
   Buffer cache_, cache_scales_;
   Prefault prefault_;  // of cache_
@@ -438,6 +517,8 @@ class Decoder {
   std::vector<int64_t> scale_offsets_;  // before a layer's first scale: floats of cache_scales_
   int num_groups_ = 1;
   bool is_int8_ = false;
+  Buffer state_slots_;  // [slot][state_floats_]
+  int64_t num_states_ = 0, state_floats_ = 0;
 
   int num_rows_ = 0, reserved_rows_ = 0;
   RowBuffer rows_[num_row_kinds];
@@ -460,6 +541,7 @@ class Decoder {
   std::vector<float> shared_weights_;            // of the shared expert [row]
   std::vector<RoutingScratch> routing_scratch_;  // [thread]
   std::vector<std::vector<RowPosition>> row_positions_;  // [group][row]
+  std::vector<StepInput::State> row_states_;
   std::vector<int> kept_index_;   // of each row of the step among those kept; -1: dropped
   std::vector<char> was_finite_;  // of dropped rows, when they were dropped
   std::vector<AttendPlan> attend_plans_;

@@ -142,6 +142,9 @@ void Decoder::check_stage(const Stage& stage) const {
     case Stage::scale_hidden: return;
     case Stage::add_layer_embedding: return check_layer_embedding(stage);
     case Stage::latent_rope_and_store: return check_latent(stage);
+    case Stage::convolve:
+    case Stage::recur: return check_recur(stage);
+    case Stage::gate_output: return check_gate_output(stage);
   }
 }
 
@@ -189,6 +192,7 @@ void Decoder::check_experts(const Experts& experts) const {
   if (experts.choice_bias >= 0)
     expect_vector("a bias of the choice", experts.choice_bias, routing.count);
   if (experts.factors >= 0) expect_vector("experts' factors", experts.factors, routing.count);
+  expect(experts.activation != Gate::xielu, "experts have no xielu");
 }
 
 void Decoder::check_quantise(const Stage& stage) const {
@@ -293,6 +297,10 @@ void Decoder::check_gate(const Stage& stage) const {
   for (const int index : stage.matrices) expect_matrix("a gate", index, size, shape_.hidden_size);
   const bool has_values = stage.matrices.size() == 2 || stage.layer_input >= 0;
   expect(has_values || stage.gate != Gate::clamped_swiglu, "clamped_swiglu must have a gate");
+  if (stage.gate == Gate::xielu) {
+    expect(!has_values, "xielu has no gate");
+    expect_vector("xielu's numbers", stage.gate_numbers, num_xielu_numbers);
+  }
   if (stage.layer_input >= 0) {
     expect(stage.matrices.size() == 1, "a gate of a layer's input has one matrix");
     expect_within("the rows of a gate of a layer's input", size, shape_.layer_input_size,
@@ -322,9 +330,14 @@ void Decoder::check_layer_embedding(const Stage& stage) const {
 void Decoder::check_ready(int64_t num_rows) const {
   expect(head_ >= 0, "the decoder has no head yet");
   expect(num_blocks_ > 0, "the decoder has no cache yet");
+  expect(!keeps_states() || num_states_ > 0, "the decoder has no slots for states yet");
   expect_within("the rows of a step", num_rows, 0, max_step_rows);
   for (const AttendPlan& plan : attend_plans_)
     expect_within("the rows of a step times kv heads", num_rows * plan.shape.num_kv_heads, 0,
+                  INT32_MAX);
+  for (const StateMixer& mixer : states_)
+    expect_within("the rows of a step times a state's tasks",
+                  num_rows * std::max<int64_t>(mixer.num_heads, mixer.num_convolve_tasks()), 0,
                   INT32_MAX);
 }
 

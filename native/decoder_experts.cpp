@@ -286,7 +286,7 @@ void Decoder::gate_slots(const Experts& experts, size_t which, int64_t output, i
            ends ? next_of(up) : nullptr);
       for (int t = 0; t < count; t++) {
         float* x = gated + int64_t{t} * stride + offset;
-        kernels_.gate(experts.activation, x, ups + t * task_outputs, part, x);
+        kernels_.gate(experts.activation, nullptr, x, ups + t * task_outputs, part, x);
       }
     }
     for (int t = 0; t < count; t++)

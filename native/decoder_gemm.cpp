@@ -167,6 +167,8 @@ void Decoder::gate_outputs(const Stage& stage, int64_t output, int size, int fir
   const Activations& from = activations_[current_];
   const int first_panel = static_cast<int>(output / panel_rows);
   const int num_panels = (size + panel_rows - 1) / panel_rows;
+  const float* numbers =
+      stage.gate_numbers < 0 ? nullptr : vectors_[static_cast<size_t>(stage.gate_numbers)].data();
   gemm(gate, from, first_panel, num_panels, first, count, out, stride);
   if (has_up)
     gemm(matrix(stage.matrices[1]), from, first_panel, num_panels, first, count, ups, task_outputs);
@@ -176,7 +178,7 @@ void Decoder::gate_outputs(const Stage& stage, int64_t output, int size, int fir
     if (stage.layer_input >= 0)
       up = row_of(RowKind::layer_inputs, first + t) + stage.layer_input * shape_.layer_input_size +
            output;
-    kernels_.gate(stage.gate, x, up, size, x);
+    kernels_.gate(stage.gate, numbers, x, up, size, x);
   }
 }
 

@@ -11,6 +11,8 @@
 //
 // A scale record holds a field for all sixteen rows, then the next field; K-quants' packed 6-bit
 // scales are spread to a byte each.
+//
+// Floats, E4M3's among them, are kept by k: sixteen rows' weights, then those of the next k.
 #pragma once
 #include <cstdint>
 
@@ -40,12 +42,15 @@ enum Format : int {
   IQ3_XXS,
   IQ3_S,
   MXFP4,
+  U4_128,
+  I8_128,
+  E4M3_128,
   TERNARY,  // TQ1_0, TQ2_0 and I2_S
   num_formats
 };
 
 struct FormatInfo {
-  int bits;         // of a code; 0: the weights are floats
+  int bits;         // of a code; 0: the weights are floats, and so are the activations
   int code_bytes;   // of a sub-block in a panel; of one k for floats
   int scale_bytes;  // of a scale record
   int scale_span;   // sub-blocks that share a scale record
@@ -75,6 +80,9 @@ constexpr FormatInfo format_infos[num_formats] = {
     {3, 192, 96, 8},   // IQ3_XXS
     {3, 208, 96, 8},   // IQ3_S
     {4, 256, 16, 1},   // MXFP4: the exponent of a power of two
+    {4, 256, 128, 4},  // U4_128: float32 d, zero point
+    {8, 512, 64, 4},   // I8_128: float32 d
+    {0, 16, 64, 4},    // E4M3_128: float32 d
     {2, 128, 32, 8},   // ternary: d
 };
 
@@ -94,7 +102,7 @@ constexpr int64_t code_area(int format, int64_t in_size) {
 
 constexpr int64_t num_scale_records(int format, int64_t in_size) {
   const FormatInfo& info = format_infos[format];
-  return info.bits == 0 ? 0 : (in_size / 32 + info.scale_span - 1) / info.scale_span;
+  return info.scale_bytes == 0 ? 0 : (in_size / 32 + info.scale_span - 1) / info.scale_span;
 }
 
 constexpr int64_t panel_bytes_of(int format, int64_t in_size) {
@@ -108,5 +116,11 @@ constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
 // MXFP4's values, doubled, plus a zero point that makes them unsigned.
 constexpr int mxfp4_zero = 12;
 constexpr int8_t mxfp4_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// E4M3's weights are floats of a byte: a sign, four bits of exponent, three of fraction. The half
+// that has these in its upper bits is the weight over 256. Its codes of NaN do not occur: readers
+// refuse them.
+constexpr float e4m3_factor = 256.0f;
+constexpr int e4m3_block_size = 128;
 
 }  // namespace quire

@@ -147,12 +147,37 @@ void gemm_quantised(const Gemm& p) {
 
 #include "gemm_ternary.h"
 
-// ---- float weights: sums in order of k, one fma each
+// ---- float weights: sums in order of k, one fma each; of E4M3 those of a block, times its scale
 
 INLINE Floats float_weights(int format, const uint8_t* p) {
   if (format == F32) return load(reinterpret_cast<const float*>(p));
   if (format == F16) return load_half(reinterpret_cast<const uint16_t*>(p));
+  if (format == E4M3_128) return load_e4m3(p);
   return load_bfloat(reinterpret_cast<const uint16_t*>(p));
+}
+
+template <int format, int tokens>
+INLINE void add_float_products(const uint8_t* weights, const float* from, int64_t stride,
+                               int64_t count, Floats* acc) {
+  for (int64_t k = 0; k < count; k++) {
+    const Floats w = float_weights(format, weights + k * format_infos[format].code_bytes);
+    UNROLL(8)
+    for (int t = 0; t < tokens; t++) acc[t] = fma(w, broadcast(from[t * stride + k]), acc[t]);
+  }
+}
+
+template <int tokens>
+INLINE void add_e4m3_blocks(const uint8_t* weights, const float* from, int64_t stride,
+                            int64_t in_size, Floats* acc) {
+  const auto* scales = reinterpret_cast<const float*>(weights + code_area(E4M3_128, in_size));
+  for (int64_t k = 0; k < in_size; k += e4m3_block_size, scales += panel_rows) {
+    Floats sums[tokens];
+    for (auto& x : sums) x = broadcast(0.0f);
+    add_float_products<E4M3_128, tokens>(weights + k * panel_rows, from + k, stride,
+                                         e4m3_block_size, sums);
+    const Floats scale = load(scales);
+    for (int t = 0; t < tokens; t++) acc[t] = fma(sums[t] * broadcast(e4m3_factor), scale, acc[t]);
+  }
 }
 
 template <int format, int tokens>
@@ -161,12 +186,10 @@ void float_panel_tokens(const Gemm& p, int panel, int token) {
   const float* from = static_cast<const float*>(p.activations) + token * p.activation_stride;
   Floats acc[tokens];
   for (auto& x : acc) x = broadcast(0.0f);
-  for (int64_t k = 0; k < p.in_size; k++) {
-    const Floats w = float_weights(format, weights + k * format_infos[format].code_bytes);
-    UNROLL(8)
-    for (int t = 0; t < tokens; t++)
-      acc[t] = fma(w, broadcast(from[t * p.activation_stride + k]), acc[t]);
-  }
+  if constexpr (format == E4M3_128)
+    add_e4m3_blocks<tokens>(weights, from, p.activation_stride, p.in_size, acc);
+  else
+    add_float_products<format, tokens>(weights, from, p.activation_stride, p.in_size, acc);
   for (int t = 0; t < tokens; t++)
     store_rows(p.out + (token + t) * p.out_stride + panel * panel_rows, acc[t],
                p.num_rows - panel * panel_rows);
@@ -187,6 +210,7 @@ void gemm(const Gemm& p) {
     case F32: return gemm_floats<F32>(p);
     case F16: return gemm_floats<F16>(p);
     case BF16: return gemm_floats<BF16>(p);
+    case E4M3_128: return gemm_floats<E4M3_128>(p);
     case Q8_0: return gemm_quantised<AsQ8_0>(p);
     case Q4_0: return gemm_quantised<AsQ4_0>(p);
     case Q4_1: return gemm_quantised<AsQ4_1>(p);
@@ -207,6 +231,8 @@ void gemm(const Gemm& p) {
     case IQ3_XXS: return gemm_quantised<AsIQ3_XXS>(p);
     case IQ3_S: return gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return gemm_quantised<AsMXFP4>(p);
+    case U4_128: return gemm_quantised<AsU4_128>(p);
+    case I8_128: return gemm_quantised<AsI8_128>(p);
     case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);
     case num_formats: return;
   }

@@ -378,6 +378,8 @@ void amx_gemm(const Gemm& p) {
     case IQ3_XXS: return amx_gemm_quantised<AsIQ3_XXS>(p);
     case IQ3_S: return amx_gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return amx_gemm_quantised<AsMXFP4>(p);
+    case U4_128: return amx_gemm_quantised<AsU4_128>(p);
+    case I8_128: return amx_gemm_quantised<AsI8_128>(p);
     case TERNARY: return suits_tiles<AsTernary>(p) ? amx_gemm_quantised<AsTernary>(p) : gemm(p);
     default: return gemm(p);  // floats
   }

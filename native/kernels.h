@@ -88,6 +88,9 @@ struct AttentionShape {
   // Latent attention: the values are the first value_dim numbers of the keys, and no others are
   // kept.
   bool has_values_in_keys;
+  // ALiBi, of each head: a score gets the slope times the position of the key less the query's
+  // added; null: none.
+  const float* slopes;
 };
 
 // Queries of one kv head that are packed for one walk over its tiles, and those of them that are
@@ -110,8 +113,25 @@ struct RowStrides {
 };
 
 // What a feed-forward applies to its gate, as quire.model.spec.Activation.
-enum class Gate : int { silu, gelu, gelu_tanh, relu2, clamped_swiglu };
-constexpr int num_gates = 5;
+enum class Gate : int { silu, gelu, gelu_tanh, relu2, clamped_swiglu, xielu };
+constexpr int num_gates = 6;
+// Of xielu: alpha of positive and of other values, beta, epsilon.
+constexpr int num_xielu_numbers = 4;
+
+// One token of one head that keeps a matrix S [key_dim][stride]:
+//   S = decay * S;  u = step * (value - key S) where is_delta, else step * value;
+//   S += key u;     out = query S
+// stride: a multiple of 16; value and out have as many numbers. `to` may be `from`.
+struct Recurrence {
+  int key_dim;
+  int64_t stride;
+  float decay, step;
+  bool is_delta;
+  bool streams;  // `to`, at whole cache lines, is written past the caches: nobody reads it soon
+  const float *key, *query, *value;
+  const float* from;
+  float *to, *out;
+};
 
 struct Kernels {
   const char* name;
@@ -128,8 +148,10 @@ struct Kernels {
   void (*quantise_blocks)(const float* x, int size, ActivationBlock* out);  // size % 256 == 0
   // One scale per token, returned; the groups' own scales are 1.
   float (*quantise_per_token)(const float* x, int size, ActivationGroup* out);
-  // up may be null: a feed-forward without a gate
-  void (*gate)(Gate kind, const float* gate, const float* up, int size, float* out);
+  // up may be null: a feed-forward without a gate, as it always is with xielu, which alone takes
+  // numbers
+  void (*gate)(Gate kind, const float* numbers, const float* gate, const float* up, int size,
+               float* out);
   void (*add)(float* x, const float* y, int size);
   void (*add_scaled)(float* x, const float* y, float factor, int size);  // the product is rounded
   void (*rope)(float* heads, int num_heads, int head_dim, const Rope&, int position);
@@ -152,6 +174,12 @@ struct Kernels {
   void (*merge_splits)(const AttentionShape&, int kv_head, int num_tiles, const float* partials,
                        float* out);
   void (*soft_cap)(float* x, int64_t size, float cap);
+  // ---- layers that keep a state: see recurrence.h
+  void (*convolve)(const float* const* inputs, const float* taps, int64_t tap_stride, int kernel,
+                   const float* bias, bool has_silu, int size, float* out);
+  void (*multiply_sigmoid)(float* x, const float* gate, int size);
+  void (*make_unit)(const float* x, int size, float epsilon, float factor, float* out);
+  void (*recur)(const Recurrence&);
 };
 
 const Kernels& portable_kernels();

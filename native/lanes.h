@@ -19,6 +19,8 @@ struct Ints {
 
 INLINE Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x.v); }
+// Past the caches, to whole cache lines; ordered by stream_fence alone.
+INLINE void stream(float* p, Floats x) { _mm512_stream_ps(p, x.v); }
 INLINE Floats broadcast(float x) { return {_mm512_set1_ps(x)}; }
 INLINE Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -60,6 +62,12 @@ INLINE Ints max(Ints a, Ints b) { return {_mm512_max_epi32(a.v, b.v)}; }
 INLINE Floats load_half(const uint16_t* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
+// E4M3 floats over 256: see half_of_e4m3. Of a byte's sign bits the shift leaves two.
+INLINE Floats load_e4m3(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  return {_mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(wide, 7), mask))};
+}
 INLINE void store_half(uint16_t* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x.v, 0));
 }
@@ -94,6 +102,10 @@ INLINE Floats load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps
 INLINE void store(float* p, Floats x) {
   _mm256_storeu_ps(p, x.lo);
   _mm256_storeu_ps(p + 8, x.hi);
+}
+INLINE void stream(float* p, Floats x) {
+  _mm256_stream_ps(p, x.lo);
+  _mm256_stream_ps(p + 8, x.hi);
 }
 INLINE Floats broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 INLINE Floats operator+(Floats a, Floats b) {
@@ -176,6 +188,13 @@ INLINE Floats load_half(const uint16_t* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);
   return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+INLINE Floats load_e4m3(const uint8_t* p) {
+  const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  const __m256i mask = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+  const __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), mask);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
+          _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
 INLINE void store_half(uint16_t* p, Floats x) {
   __m128i* q = reinterpret_cast<__m128i*>(p);
   _mm_storeu_si128(q, _mm256_cvtps_ph(x.lo, 0));
@@ -230,6 +249,7 @@ struct Ints {
 // clang-format off
 INLINE Floats load(const float* p) LANES(Floats, p[i])
 INLINE void store(float* p, Floats x) { EACH_LANE p[i] = x.v[i]; }
+INLINE void stream(float* p, Floats x) { store(p, x); }
 INLINE Floats broadcast(float x) LANES(Floats, x)
 INLINE Floats operator+(Floats a, Floats b) LANES(Floats, a.v[i] + b.v[i])
 INLINE Floats operator-(Floats a, Floats b) LANES(Floats, a.v[i] - b.v[i])
@@ -271,6 +291,7 @@ INLINE Floats bits_as_floats(Ints a) LANES(Floats, float_of_bits(bits_of(a.v[i])
 INLINE Ints bits_as_ints(Floats a) LANES(Ints, wrapped(bits_of_float(a.v[i])))
 INLINE Ints max(Ints a, Ints b) LANES(Ints, a.v[i] > b.v[i] ? a.v[i] : b.v[i])
 INLINE Floats load_half(const uint16_t* p) LANES(Floats, float_of_half(p[i]))
+INLINE Floats load_e4m3(const uint8_t* p) LANES(Floats, float_of_half(half_of_e4m3(p[i])))
 INLINE void store_half(uint16_t* p, Floats x) { EACH_LANE p[i] = half_of_float(x.v[i]); }
 INLINE Floats load_bfloat(const uint16_t* p) LANES(Floats, float_of_bits(uint32_t{p[i]} << 16))
 INLINE Ints load_unsigned_bytes(const uint8_t* p) LANES(Ints, p[i])
@@ -282,6 +303,12 @@ INLINE Floats first_lanes(Floats a, Floats b, int count) LANES(Floats, i < count
 #endif
 
 // ---- the same in all units
+
+INLINE void stream_fence() {
+#if defined(QUIRE_UNIT_AVX512) || defined(QUIRE_UNIT_AVX2)
+  _mm_sfence();
+#endif
+}
 
 INLINE float first_of(Floats x) {
 #if defined(QUIRE_UNIT_AVX512)

@@ -73,6 +73,8 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
       return;
     case IQ4_XS: spread(block + 8, 128, 4, 16, codes, 0); return;
     case MXFP4: spread(block + 1, 16, 4, 16, codes, 0); return;
+    case U4_128: spread(block + 8, 64, 4, 16, codes, 0); return;
+    case I8_128: std::memcpy(codes, block + 4, 128); return;
     case TERNARY:
       if (from.block_size == i2_s_block_size) return spread_i2_s(block, codes);
       if (from.block_bytes == 66) return spread(block, 64, 2, 32, codes, 0);
@@ -88,6 +90,10 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
 
 void put_half(uint8_t* record, int field, int row, const uint8_t* half) {
   std::memcpy(record + 2 * (panel_rows * field + row), half, 2);
+}
+
+void put_float(uint8_t* record, int field, int row, const uint8_t* single) {
+  std::memcpy(record + 4 * (panel_rows * field + row), single, 4);
 }
 
 // A scale and a minimum that lie side by side.
@@ -154,6 +160,8 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
                          block[2 + i / 4] >> (i % 4 * 2));
       return;
     case MXFP4: record[row] = block[0]; return;
+    case U4_128: put_float(record, 1, row, block + 4); [[fallthrough]];
+    case I8_128: put_float(record, 0, row, block); return;
     case TERNARY: {
       const uint16_t half = ternary_scale(from, block);
       put_half(record, 0, row, reinterpret_cast<const uint8_t*>(&half));
@@ -207,6 +215,12 @@ float half_at(const uint8_t* record, int field, int row) {
   return float_of_half(half);
 }
 
+float float_at(const uint8_t* record, int field, int row) {
+  float x;
+  std::memcpy(&x, record + 4 * (panel_rows * field + row), 4);
+  return x;
+}
+
 // MXFP4's scale: a power of two, subnormal for the two lowest exponents.
 float power_of_two(int exponent) {
   const int bits = exponent < 2 ? 1 << (21 + exponent) : (exponent - 1) << 23;
@@ -216,8 +230,12 @@ float power_of_two(int exponent) {
 // A code's weight, in the order of operations of GGUF's own decoders.
 float weight_of(Format format, int code, const uint8_t* record, int s, int half, int row) {
   const auto value = [](int x) { return static_cast<float>(x); };
-  if (format == MXFP4)  // whose record holds no half
-    return power_of_two(record[row]) * value(mxfp4_codes[code] - mxfp4_zero);
+  switch (format) {  // records that hold no half
+    case MXFP4: return power_of_two(record[row]) * value(mxfp4_codes[code] - mxfp4_zero);
+    case U4_128: return float_at(record, 0, row) * (value(code) - float_at(record, 1, row));
+    case I8_128: return float_at(record, 0, row) * value(static_cast<int8_t>(code));
+    default: break;
+  }
   const float d = half_at(record, 0, row);
   const auto field = [&](int base, int i) { return record[base + panel_rows * i + row]; };
   const auto signed_field = [&](int i) { return value(static_cast<int8_t>(field(32, i))); };
@@ -244,6 +262,30 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
 }
 
 int float_bytes(Format format) { return format == F32 ? 4 : 2; }
+
+// ---- floats of a byte with a scale for each block: see formats.h
+
+void pack_e4m3(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
+               int64_t first_row, uint8_t* panel) {
+  const int64_t blocks_a_row = in_size / e4m3_block_size;
+  uint8_t* scales = panel + code_area(E4M3_128, in_size);
+  std::memset(panel, 0, static_cast<size_t>(panel_bytes_of(E4M3_128, in_size)));
+  for (int row = 0; row < panel_rows && first_row + row < num_rows; row++)
+    for (int64_t b = 0; b < blocks_a_row; b++) {
+      const uint8_t* block = blocks + ((first_row + row) * blocks_a_row + b) * from.block_bytes;
+      put_float(scales, static_cast<int>(b), row, block);
+      for (int k = 0; k < e4m3_block_size; k++)
+        panel[(b * e4m3_block_size + k) * panel_rows + row] = block[4 + k];
+    }
+}
+
+void unpack_e4m3(const uint8_t* panel, int64_t in_size, int row, float* out) {
+  const uint8_t* scales = panel + code_area(E4M3_128, in_size);
+  for (int64_t k = 0; k < in_size; k++) {
+    const float scale = float_at(scales, static_cast<int>(k / e4m3_block_size), row);
+    out[k] = scale * (e4m3_factor * float_of_half(half_of_e4m3(panel[k * panel_rows + row])));
+  }
+}
 
 void pack_floats(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
                  int64_t first_row, uint8_t* panel) {
@@ -288,6 +330,9 @@ const SourceFormat* source_format(const char* name) {
       {"IQ2_S", IQ2_S, 256, 82},
       {"IQ3_XXS", IQ3_XXS, 256, 98},
       {"IQ3_S", IQ3_S, 256, 110},
+      {"U4_128", U4_128, 128, 72},
+      {"I8_128", I8_128, 128, 132},
+      {"E4M3_128", E4M3_128, e4m3_block_size, 4 + e4m3_block_size},
       {"TQ1_0", TERNARY, 256, 54},
       {"TQ2_0", TERNARY, 256, 66},
       {"I2_S", TERNARY, 128, 32},
@@ -323,6 +368,7 @@ void expect_blocks(const SourceFormat& from, int64_t num_rows, int64_t in_size, 
 void pack_panel(const SourceFormat& from, const uint8_t* blocks, int64_t in_size, int64_t num_rows,
                 int64_t first_row, uint8_t* panel) {
   const FormatInfo& info = format_infos[from.packed];
+  if (from.packed == E4M3_128) return pack_e4m3(from, blocks, in_size, num_rows, first_row, panel);
   if (info.bits == 0) return pack_floats(from, blocks, in_size, num_rows, first_row, panel);
   if (has_grid(from.packed))
     return pack_grid_panel(from, blocks, in_size, num_rows, first_row, panel);
@@ -349,6 +395,7 @@ void pack_panel(const SourceFormat& from, const uint8_t* blocks, int64_t in_size
 
 void unpack_row(Format format, const uint8_t* panel, int64_t in_size, int row, float* out) {
   const FormatInfo& info = format_infos[format];
+  if (format == E4M3_128) return unpack_e4m3(panel, in_size, row, out);
   if (info.bits == 0) {
     for (int64_t k = 0; k < in_size; k++) {
       const uint8_t* from = panel + (k * panel_rows + row) * float_bytes(format);

@@ -40,6 +40,29 @@ void take_best(const float* values, int size, int count, std::vector<int>& order
   });
 }
 
+// The share of one expert in a softmax over the experts whose scores are near its own: within two
+// hundredths of the larger of its score and their size. `left_out`: an expert that has no share.
+float share_among_near(const float* logits, int count, int expert, int left_out) {
+  const float highest = logits[expert];
+  if (!std::isfinite(highest)) return std::numeric_limits<float>::quiet_NaN();
+  double total = 0.0;
+  for (int i = 0; i < count; i++) {
+    if (std::isnan(logits[i])) return logits[i];
+    const float size = std::max(std::fabs(logits[i]), highest);
+    const bool is_far = (highest - logits[i]) / size > 0.02f;
+    if (i != left_out && !is_far) total += exp_of(static_cast<double>(logits[i]) - highest);
+  }
+  return static_cast<float>(1.0 / total);
+}
+
+// The two best experts; the second has its share among all but the first.
+void mix_sparsely(const float* logits, int count, RoutingScratch& scratch) {
+  take_best(logits, count, 2, scratch.order);
+  const int first = scratch.order[0], second = scratch.order[1];
+  scratch.scores[static_cast<size_t>(first)] = share_among_near(logits, count, first, -1);
+  scratch.scores[static_cast<size_t>(second)] = share_among_near(logits, count, second, first);
+}
+
 // Minus infinity for the experts of all but the best groups.
 void keep_best_groups(const Routing& routing, RoutingScratch& scratch) {
   const int size = routing.count / routing.num_groups;
@@ -63,6 +86,9 @@ void keep_best_groups(const Routing& routing, RoutingScratch& scratch) {
 }  // namespace
 
 const Routing& checked(const Routing& routing) {
+  expect(routing.scoring != Scoring::sparse_mixer ||
+             (routing.num_used == 2 && routing.num_groups == 1),
+         "sparse_mixer uses two experts of one group");
   expect_within("the number of experts", routing.count, 1, max_experts);
   expect_within("the experts that a token uses", routing.num_used, 1, routing.count);
   expect_within("groups of experts", routing.num_groups, 1, routing.count);
@@ -85,15 +111,19 @@ void choose_experts(const Routing& routing, const float* logits, const float* ch
   const int count = routing.count, num_used = routing.num_used;
   scratch.scores.resize(static_cast<size_t>(count));
   float* scores = scratch.scores.data();
-  if (routing.is_sigmoid)
-    std::transform(logits, logits + count, scores, sigmoid_of);
-  else
-    softmax_of(logits, count, scores);
-  scratch.choice = scratch.scores;
-  if (choice_bias)
-    for (int i = 0; i < count; i++) scratch.choice[static_cast<size_t>(i)] += choice_bias[i];
-  if (routing.num_groups > 1) keep_best_groups(routing, scratch);
-  take_best(scratch.choice.data(), count, num_used, scratch.order);
+  if (routing.scoring == Scoring::sparse_mixer) {
+    mix_sparsely(logits, count, scratch);
+  } else {
+    if (routing.scoring == Scoring::sigmoid)
+      std::transform(logits, logits + count, scores, sigmoid_of);
+    else
+      softmax_of(logits, count, scores);
+    scratch.choice = scratch.scores;
+    if (choice_bias)
+      for (int i = 0; i < count; i++) scratch.choice[static_cast<size_t>(i)] += choice_bias[i];
+    if (routing.num_groups > 1) keep_best_groups(routing, scratch);
+    take_best(scratch.choice.data(), count, num_used, scratch.order);
+  }
   std::copy_n(scratch.order.begin(), num_used, chosen);
   std::sort(chosen, chosen + num_used);
   float total = 0.0f;

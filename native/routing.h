@@ -5,11 +5,15 @@
 
 namespace quire {
 
+// As quire.model.spec.Scoring.
+enum class Scoring : int { softmax, sigmoid, sparse_mixer };
+constexpr int num_scorings = 3;
+
 struct Routing {
   int count, num_used;  // experts, and those that a token uses
-  bool is_sigmoid;      // else softmax
-  bool normalises;      // weights are divided by the sum of those chosen
-  float scale;          // of the weights
+  Scoring scoring;
+  bool normalises;  // weights are divided by the sum of those chosen
+  float scale;      // of the weights
   // Experts are in groups of equal size. Only those of the best groups are chosen; a group is as
   // good as the sum of its num_group_best best experts.
   int num_groups, num_used_groups, num_group_best;

@@ -222,11 +222,9 @@ void add_scaled_rows(float* x, const float* y, float factor, int size) {
   map_rows(x, y, size, x, [=](Floats a, Floats b) { return a + b * factors; });
 }
 
-// tanh(x) = m / (m + 2) with m = e^2x - 1, which near 0 is a polynomial without a constant term,
-// so that small x keep their precision. Beyond 10 it is 1 in single precision.
-INLINE Floats hyperbolic_tangent(Floats x) {
-  const Floats one = broadcast(1.0f), two = broadcast(2.0f);
-  x = max(broadcast(-10.0f), min(broadcast(10.0f), x)) * two;
+// e^x - 1 for x from -87.3 to 88.3, which near 0 is a polynomial without a constant term, so that
+// small x keep their precision.
+INLINE Floats exponential_less_one(Floats x) {
   const Ints exponent = to_ints(x * broadcast(1.44269504088896341f));
   const Floats n = to_floats(exponent);
   Floats r = fma(n, broadcast(-0.693145751953125f), x);
@@ -239,7 +237,14 @@ INLINE Floats hyperbolic_tangent(Floats x) {
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r);  // e^r - 1
   const Floats power = bits_as_floats(shift_left_23(exponent + broadcast_int(127)));
-  const Floats less_one = fma(power, p, power - one);
+  return fma(power, p, power - broadcast(1.0f));
+}
+
+// tanh(x) = m / (m + 2) with m = e^2x - 1. Beyond 10 it is 1 in single precision.
+INLINE Floats hyperbolic_tangent(Floats x) {
+  const Floats two = broadcast(2.0f);
+  x = max(broadcast(-10.0f), min(broadcast(10.0f), x)) * two;
+  const Floats less_one = exponential_less_one(x);
   return less_one / (less_one + two);
 }
 
@@ -296,6 +301,18 @@ INLINE Floats clamped_swiglu(Floats gate, Floats up) {
   return gate / (one + exponential(zero - gate * broadcast(1.702f))) * (up + one);
 }
 
+// Apertus: beta x, plus alpha x^2 where x is positive, else alpha (e^min(x, epsilon) - 1 - x) with
+// an alpha of its own. In these orders of operands NaN stays NaN.
+INLINE Floats xielu(const float* numbers, Floats x) {
+  const Floats zero = broadcast(0.0f), positive = max(zero, x), other = min(zero, x);
+  const Floats power = max(broadcast(-87.3f), min(broadcast(numbers[3]), other));
+  const Floats is_other =  // 1 or 0: the sign of -x
+      broadcast(1.0f) + to_floats(shift_right(bits_as_ints(zero - x), 31));
+  const Floats below = is_other * (exponential_less_one(power) - other);
+  return (broadcast(numbers[0]) * positive * positive + below * broadcast(numbers[1])) +
+         broadcast(numbers[2]) * x;
+}
+
 template <class Function>
 INLINE void gate_rows(const float* gate, const float* up, int size, float* out, Function function) {
   if (up)
@@ -304,7 +321,8 @@ INLINE void gate_rows(const float* gate, const float* up, int size, float* out, 
     map_row(gate, size, out, function);
 }
 
-void apply_gate(Gate kind, const float* gate, const float* up, int size, float* out) {
+void apply_gate(Gate kind, const float* numbers, const float* gate, const float* up, int size,
+                float* out) {
   switch (kind) {
     case Gate::silu: return gate_rows(gate, up, size, out, [](Floats x) { return silu(x); });
     case Gate::gelu: return gate_rows(gate, up, size, out, [](Floats x) { return gelu(x); });
@@ -313,6 +331,7 @@ void apply_gate(Gate kind, const float* gate, const float* up, int size, float* 
     case Gate::relu2: return gate_rows(gate, up, size, out, [](Floats x) { return relu2(x); });
     case Gate::clamped_swiglu:
       return map_rows(gate, up, size, out, [](Floats g, Floats u) { return clamped_swiglu(g, u); });
+    case Gate::xielu: return map_row(gate, size, out, [=](Floats x) { return xielu(numbers, x); });
   }
 }
 

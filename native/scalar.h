@@ -30,6 +30,11 @@ static inline float float_of_half(uint16_t half) {
   return float_of_bits(sign | bits_of_float(small));
 }
 
+// An E4M3 float over 256, as the half that has the same bits in its upper places.
+static inline uint16_t half_of_e4m3(uint8_t code) {
+  return static_cast<uint16_t>((code & 0x80u) << 8 | (code & 0x7fu) << 7);
+}
+
 // Rounds to nearest, ties to even.
 static inline uint16_t half_of_float(float x) {
   const uint32_t bits = bits_of_float(x);

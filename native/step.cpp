@@ -25,6 +25,22 @@ std::string fault_of_table(const std::vector<int32_t>& table, int64_t first, int
   return "";
 }
 
+// Whether the slots of a sequence's state are slots, and two.
+std::string fault_of_states(const SequencePlan& plan, const Decoder& decoder) {
+  if (!decoder.keeps_states() && plan.states.empty()) return "";
+  const size_t needed = decoder.keeps_states() ? 2 : 0;
+  if (plan.states.size() != needed)
+    return "the row has " + std::to_string(plan.states.size()) + " slots of states, and needs " +
+           std::to_string(needed);
+  const int64_t source = plan.states[0], target = plan.states[1], count = decoder.num_states();
+  const bool is_first = plan.start == 0;
+  if ((is_first ? source != -1 : source < 0) || source >= count || target < 0 || target >= count ||
+      source == target)
+    return "slots " + std::to_string(source) + " and " + std::to_string(target) +
+           " cannot have the states before and after: there are " + std::to_string(count);
+  return "";
+}
+
 std::string fault_of(const SequencePlan& plan, const Limits& limits, const Decoder& decoder) {
   const int64_t vocabulary = decoder.shape().vocabulary_size;
   const auto outside = [&](int64_t token) { return token < 0 || token >= vocabulary; };
@@ -54,7 +70,7 @@ std::string fault_of(const SequencePlan& plan, const Limits& limits, const Decod
                                              decoder.first_seen(group, start), end, limits);
     if (!fault.empty()) return fault;
   }
-  return "";
+  return fault_of_states(plan, decoder);
 }
 
 void check_copies(const std::vector<std::pair<int32_t, int32_t>>& copies, int64_t num_blocks) {
@@ -67,6 +83,9 @@ void check_copies(const std::vector<std::pair<int32_t, int32_t>>& copies, int64_
 
 void add_rows(const SequencePlan& plan, StepInput& input) {
   const size_t num_rows = plan.tokens.size();
+  if (!plan.states.empty())
+    input.states.push_back({static_cast<int>(input.tokens.size()), static_cast<int>(num_rows),
+                            plan.states[0], plan.states[1]});
   for (size_t i = 0; i < num_rows; i++) {
     const bool is_last = i + 1 == num_rows;
     if (i < plan.targets.size() || plan.want == Want::logits || plan.want == Want::hidden ||

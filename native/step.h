@@ -18,6 +18,7 @@ struct SequencePlan {
   std::vector<int32_t> tokens;
   int64_t start = 0;
   std::vector<std::vector<int32_t>> block_tables;  // one for each group
+  std::vector<int32_t> states;  // empty, or the slots of the state before and after the tokens
   Want want = Want::nothing;
   SampleRequest request;         // for Want::sample
   std::vector<int64_t> targets;  // prompt_targets: score these after each new position

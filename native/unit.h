@@ -32,17 +32,30 @@ namespace {
 #include "gemm.h"
 #include "rows.h"
 #include "attention.h"
+#include "recurrence.h"
 
 constexpr Kernels kernels_of_unit = {
-    unit_name,       gemm,
-    peak_dots,       rms_norm,
-    layer_norm,      quantise_groups,
-    quantise_blocks, quantise_per_token,
-    apply_gate,      add_rows,
-    add_scaled_rows, apply_rope,
-    store_key_value, attend,
-    attend_split,    merge_splits,
+    unit_name,
+    gemm,
+    peak_dots,
+    rms_norm,
+    layer_norm,
+    quantise_groups,
+    quantise_blocks,
+    quantise_per_token,
+    apply_gate,
+    add_rows,
+    add_scaled_rows,
+    apply_rope,
+    store_key_value,
+    attend,
+    attend_split,
+    merge_splits,
     soft_cap,
+    convolve,
+    multiply_sigmoid,
+    make_unit,
+    recur,
 };
 
 #if defined(QUIRE_HAS_AMX)

@@ -15,7 +15,7 @@ from quire.model.loading import Model
 
 DRAWN = FIXTURES / "drawn"
 # longrope's set is fixed by the longest context: transformers' short set needs a shorter one.
-_CONTEXTS = {"phi3-short": 48}
+_CONTEXTS = {"phi3-short": 48, "phimoe": 64}
 CASES = sorted(folder.name for folder in DRAWN.iterdir())
 
 

@@ -59,6 +59,8 @@ def random_model(
             block_format = format_named("F32", name)
         if len(shape) == 1:
             values = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
+            if name.endswith("ssm_a.weight"):  # a state decays
+                values = -values
             data = values.astype("<f4").view(np.uint8)
         else:
             size = shape[-1] ** -0.5

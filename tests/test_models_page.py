@@ -14,7 +14,10 @@ from tests.fixture_files import FIXTURES
 from quire.executors.cpu.native import native
 from quire.model.config_spec import config_family, spec_from_config
 from quire.model.families import FAMILIES, WITH_SENSES
-from quire.model.spec import LOWERED, Feature, ModelSpec, features, unsupported
+from quire.model.features import LOWERED, Feature, features, unsupported
+from quire.model.spec import (
+    ModelSpec,
+)
 from quire.quant.formats import FORMATS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -97,7 +100,8 @@ def formats_table() -> str:
         size = 256 * 1024 // kind.block_size * kind.block_bytes
         grown = native.packed_bytes(kind.name, 256, 1024) / size
         bits = 8 * kind.block_bytes / kind.block_size
-        lines.append(f"| {kind.name} | {kind.ggml_type} | {bits:.4g} | {grown:.2f} |")
+        number = kind.ggml_type if kind.ggml_type >= 0 else "-"
+        lines.append(f"| {kind.name} | {number} | {bits:.4g} | {grown:.2f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,5 +1,6 @@
 """What is in a model file: as much as can be read of it, and everything that is wrong with it."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from quire.core.errors import QuireError
 from quire.core.windows import peak_blocks
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu import has_native_module
-from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import state_bytes, weight_bytes, workspace_bytes
 from quire.executors.reference import kv_token_bytes
 from quire.llm.devices import DEVICES, Options, choose_device, gpu_memory_of, placement_of
 from quire.llm.machine import resident_memory
@@ -20,12 +21,16 @@ from quire.loader.gguf import GGUFFile
 from quire.loader.metadata import Metadata
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
+from quire.model.features import LOWERED, unsupported
 from quire.model.generation import read_defaults
 from quire.model.isolated import Verdict, examine
 from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model, load_model, memory_estimate, norm_health, read_tokenizer
 from quire.model.rope import LongScaling, RopeScaling
-from quire.model.spec import LOWERED, Experts, ModelSpec, unsupported
+from quire.model.spec import (
+    Experts,
+    ModelSpec,
+)
 from quire.tokenizer import Tokenizer
 
 
@@ -43,7 +48,7 @@ class TypeTotals:
     """The tensors of one type."""
 
     count: int = 0
-    weights: int = 0
+    weights: int = 0  # of packed bytes: what the model makes of them; 0 where it cannot be read
     bytes: int = 0
 
 
@@ -75,6 +80,7 @@ class ModelFacts:
     rope_factors: Literal["long", "short"] | None  # longrope's set; None: no longrope
     num_experts: int | None  # None: every layer is dense
     num_used_experts: int | None
+    state_layers: dict[str, int]  # how many layers keep a state, by its kind
     lacking: dict[str, list[str]]  # by device that does not run the model: what it lacks
 
 
@@ -128,6 +134,7 @@ class CpuForecast(NamedTuple):
     kv_per_token_int8: int
     kv: int
     workspace: int
+    state: int  # of a sequence; 0: no layer keeps one
     process: int | None  # Python and what it has loaded; None where the system does not say
     peak: int
 
@@ -220,6 +227,9 @@ def _inspect_file(
         found.file = _file_facts(source, path)
         found.tensors = _tensor_facts(source.tensors.values(), i2s_packing)
         with _noting(found.problems), load_model(path, i2s_packing=i2s_packing) as model:
+            if _has_raw(source):  # executors take blocks that are made of these
+                facts = _tensor_facts(model.tensors.values(), i2s_packing)
+                found.tensors = replace(facts, i2s_packing=None)
             _inspect_loaded(found, model)
             with _noting(found.problems):
                 found.device = _device_facts(model)
@@ -278,6 +288,13 @@ def _text(metadata: Metadata, key: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
+def _has_raw(source: object) -> bool:
+    """Whether a folder has weights that are no weights before they are joined with others."""
+    if not isinstance(source, SafetensorsFolder):
+        return False
+    return any(tensor.format.is_raw for tensor in source.tensors.values())
+
+
 def _tensor_facts(tensors: Iterable[Tensor], i2s_packing: str | None) -> TensorFacts:
     by_type: dict[str, TypeTotals] = {}
     for tensor in tensors:
@@ -317,6 +334,7 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         rope_factors=_rope_factors(scaling),
         num_experts=None if experts is None else experts.count,
         num_used_experts=None if experts is None else experts.num_used,
+        state_layers=dict(Counter(part.kind.value for part in spec.states.values())),
         lacking={name: found for name in LOWERED if (found := unsupported(spec, name))},
     )
 
@@ -343,8 +361,9 @@ def _tokenizer_facts(tokenizer: Tokenizer | None) -> TokenizerFacts:
 def _memory_facts(model: Model) -> MemoryFacts:
     estimate = memory_estimate(model, num_kv_tokens=model.spec.context_length)
     layout = grouped(model.spec, BLOCK_SIZE)
+    is_as_in_file = not _has_raw(model.source)
     return MemoryFacts(
-        weights_in_file=estimate.weights,
+        weights_in_file=estimate.weights if is_as_in_file else model.file_bytes,
         weights_in_reference_executor=estimate.float32_weights,
         kv_per_token=estimate.kv_per_token,
         kv_per_context=_kv_per_context(model.spec, layout, kv_token_bytes(model.spec, layout)),
@@ -407,5 +426,7 @@ def _cpu_forecast(model: Model) -> CpuForecast:
     process = resident_memory()
     # While a tensor is packed its bytes of the file are in memory too.
     as_read = max(tensor.nbytes for tensor in model.tensors.values())
-    peak = (process or 0) + weights + max(as_read, kv + workspace)
-    return CpuForecast(weights, halves, in_bytes, kv, workspace, process, peak)
+    state = state_bytes(spec)
+    # A step reads one state and writes another.
+    peak = (process or 0) + weights + max(as_read, kv + workspace + 2 * state)
+    return CpuForecast(weights, halves, in_bytes, kv, workspace, state, process, peak)

@@ -1,5 +1,6 @@
 """Which block of the KV cache belongs to which sequence: block tables, prefix reuse by block hash,
-copy-on-write of shared blocks (KVCache), over counted blocks (BlockPool). Integers, no tensors.
+copy-on-write of shared blocks (KVCache), over counted blocks (BlockPool); and which slot holds
+which state. Integers, no tensors.
 
 Positions of one sequence, with blocks of four for the drawing:
 
@@ -18,6 +19,17 @@ positions, all from one pool. A windowed group gives those back that no later po
 
 So a prefix is found again as far as every full group has all of its blocks, and every windowed
 group those that the next position sees.
+
+Layers that keep a state have slots from a pool of their own. A slot holds the state of all these
+layers after some number of a sequence's tokens. Each step reads one and writes another:
+
+    state after         8 ── step ──▶ 12 ── step ──▶ 13
+    slot                2             0              6
+
+A slot is written by one step and never again while a table holds it or it is cached. So a failed
+step can be run again, and forks share slots without copies. When a step is collected, the slots
+before the one that it wrote go back. A state after full blocks is cached under the last one's hash;
+a prefix is found only where its state is, too.
 """
 
 from array import array
@@ -25,10 +37,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
-from quire.core.plan import NO_BLOCK, BlockCopy
+from quire.core.plan import NO_BLOCK, NO_STATE, BlockCopy
 from quire.core.windows import NO_WINDOWS, Window, Windows, peak_blocks
 
 _DIGEST_BYTES = 16
+_STATE_SUFFIX = b"state"  # of a block's hash: the key of the state after it
 
 
 class BlockPool:
@@ -147,8 +160,8 @@ class BlockTable:
     """The blocks of one sequence, by group; written by KVCache alone."""
 
     __slots__ = (
-        *("cached_keys", "first_held", "groups", "hashes"),
-        *("ids", "num_cached", "other_ids", "salt"),
+        *("cached_keys", "decoded_key", "first_held", "groups", "hashes"),
+        *("ids", "num_cached", "other_ids", "row_states", "salt", "states"),
     )
 
     def __init__(self, salt: str | None, num_groups: int = 1) -> None:
@@ -161,6 +174,9 @@ class BlockTable:
         # The groups as plans show them, the first and the others; renewed when they change.
         self.ids: tuple[int, ...] = ()
         self.other_ids: tuple[tuple[int, ...], ...] = ((),) * (num_groups - 1)
+        self.states: list[tuple[int, int]] = []  # number of tokens, slot; in ascending order
+        self.row_states: tuple[int, ...] = ()  # of the row that extend() was last called for
+        self.decoded_key: bytes | None = None  # of the last state that it cached in its completion
 
     @property
     def num_held(self) -> int:
@@ -187,11 +203,15 @@ class KVCache:
         *,
         prefix_reuse: bool,
         windows: Windows = NO_WINDOWS,
+        num_states: int = 0,
     ) -> None:
+        """`num_states`: slots for states; 0: no layer keeps a state."""
         self.block_size = block_size
         self.prefix_reuse = prefix_reuse
         self.windows = windows
         self.pool = BlockPool(num_blocks)
+        self.state_pool = BlockPool(num_states)
+        self.has_states = num_states > 0
         # What tells a group's blocks apart in the index; nothing for the first group.
         self._suffixes = [n.to_bytes(2, "little") if n else b"" for n in range(len(windows))]
         self._windowed = [(n, window) for n, window in enumerate(windows) if window is not None]
@@ -245,11 +265,16 @@ class KVCache:
                 self.pool.retain(block)
         table.num_cached = len(table.groups[0])
         table.renew_ids()
+        if self.has_states and table.num_cached:
+            slot = self.state_pool.lookup(table.hashes[table.num_cached - 1] + _STATE_SUFFIX)
+            assert slot is not None, "a prefix was found without its state"
+            self.state_pool.retain(slot)
+            table.states.append((table.num_cached * self.block_size, slot))
         return table.num_cached * self.block_size
 
     def _cached_prefix(self, table: BlockTable, tokens: Sequence[int]) -> list[list[int]]:
-        """The longest prefix of which every group has all cached that the next position sees: the
-        blocks of each group."""
+        """The longest prefix of which every group has all cached that the next position sees, and
+        after which a state is cached: the blocks of each group."""
         if table.salt is None:
             return [[] for _ in self.windows]
         num_full = len(tokens) // self.block_size
@@ -257,7 +282,9 @@ class KVCache:
         full = [g for g, window in enumerate(self.windows) if window is None]
         found = {group: self._cached_run(table.hashes[:num_full], group) for group in full}
         length = min([len(blocks) for blocks in found.values()], default=num_full)
-        if self._windowed:
+        if self.has_states:  # no state is computed again: the last token needs one before it
+            length = min(length, (len(tokens) - 1) // self.block_size)
+        if self._windowed or self.has_states:
             length = self._seen_run(table.hashes, length, len(tokens))
         for group, window in self._windowed:
             first = self._first_seen(window, length, len(tokens))
@@ -284,13 +311,19 @@ class KVCache:
 
     def _seen_run(self, hashes: Sequence[bytes], length: int, num_tokens: int) -> int:
         """The most leading blocks, up to `length`, after which every windowed group has cached what
-        the next position sees."""
+        the next position sees, and a state is cached where layers keep one."""
         while length:
+            if self.has_states and not self._has_state_after(hashes[length - 1]):
+                length -= 1
+                continue
             missing = self._last_missing(hashes, length, num_tokens)
             if missing is None:
                 break
             length = missing  # after any number between the two that block is seen as well
         return length
+
+    def _has_state_after(self, block_hash: bytes) -> bool:
+        return self.state_pool.lookup(block_hash + _STATE_SUFFIX) is not None
 
     def _last_missing(self, hashes: Sequence[bytes], length: int, num_tokens: int) -> int | None:
         """A block that is seen after `length` blocks and not cached; None where all are."""
@@ -324,12 +357,20 @@ class KVCache:
         return needed
 
     def extend(self, table: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
-        """Make positions start..end writable; the copies to do first, None if blocks ran out.
+        """Make positions start..end writable, with a slot for the state after them; the copies to
+        do first, None if blocks or slots ran out.
 
         The copies' sources are retained until release_sources(), so that a step can be run again.
         """
-        if self.blocks_needed(table, start, end) > self.pool.num_free:
+        needed = self.blocks_needed(table, start, end)
+        if needed > self.pool.num_free:
             return None
+        if self.has_states and not self._add_state(table, start, end):
+            return None
+        table.num_cached = min(table.num_cached, start // self.block_size)
+        return self._grow(table, start, end) if needed else []
+
+    def _grow(self, table: BlockTable, start: int, end: int) -> list[BlockCopy]:
         copies: list[BlockCopy] = []
         count = self.blocks_for(end)
         for blocks in table.groups:
@@ -337,9 +378,25 @@ class KVCache:
                 copies += self._unshare(blocks, start, count)
             while len(blocks) < count:
                 blocks.append(self._allocate())
-        table.num_cached = min(table.num_cached, start // self.block_size)
         table.renew_ids()
         return copies
+
+    def _add_state(self, table: BlockTable, start: int, end: int) -> bool:
+        """A slot for the state after `end` tokens, computed from that after `start`; False if there
+        is none."""
+        num_tokens, source = table.states[-1] if table.states else (0, NO_STATE)
+        assert num_tokens == start, f"no state after {start} tokens"
+        target = self.state_pool.allocate()
+        if target is None:
+            return False
+        table.states.append((end, target))
+        table.row_states = (source, target)
+        return True
+
+    def drop_states(self, table: BlockTable, num_tokens: int) -> None:
+        """States after more tokens than these are not computed: their steps count as never run."""
+        while table.states and table.states[-1][0] > num_tokens:
+            self.state_pool.release(table.states.pop()[1])
 
     def _unshare(self, blocks: list[int], start: int, count: int) -> list[BlockCopy]:
         """Replace those of the first `count` blocks from position start on that are not writable;
@@ -378,6 +435,9 @@ class KVCache:
         child.hashes = table.hashes[: num_tokens // self.block_size]
         child.num_cached = min(table.num_cached, len(child.hashes))
         child.cached_keys = table.cached_keys  # of one request: a fault concerns both
+        child.states = [state for state in table.states if state[0] == num_tokens]
+        for _, slot in child.states:
+            self.state_pool.retain(slot)
         child.renew_ids()
         return child
 
@@ -397,6 +457,32 @@ class KVCache:
                 if self.pool.cache(blocks[index], key):
                     table.cached_keys.append(key)
         table.num_cached = max(table.num_cached, num_full)
+
+    def state_computed(
+        self, table: BlockTable, num_computed: int, first_needed: int, *, is_decoded: bool = False
+    ) -> None:
+        """The step was collected that wrote the state after `num_computed` tokens: let others find
+        it where that fills blocks, and give back states after fewer tokens than `first_needed`.
+
+        `is_decoded`: the completion came to it. Of these a sequence has the last one cached, or a
+        long completion would evict the states of prompts.
+        Called after cache_full_blocks(). As in release_unseen(), no step reads them any more.
+        """
+        if table.salt is not None and num_computed % self.block_size == 0:
+            slot = dict(table.states)[num_computed]
+            key = table.hashes[num_computed // self.block_size - 1] + _STATE_SUFFIX
+            if self.state_pool.cache(slot, key):
+                table.cached_keys.append(key)
+                if is_decoded:
+                    self._uncache_state(table.decoded_key)
+                    table.decoded_key = key
+        while table.states[0][0] < first_needed:
+            self.state_pool.release(table.states.pop(0)[1])
+
+    def _uncache_state(self, key: bytes | None) -> None:
+        slot = None if key is None else self.state_pool.lookup(key)
+        if slot is not None:
+            self.state_pool.uncache(slot)
 
     def release_unseen(self, table: BlockTable, num_computed: int) -> None:
         """Give back the blocks before all that the last computed position sees.
@@ -426,13 +512,15 @@ class KVCache:
             table.first_held[group] = 0
         table.num_cached = 0
         table.renew_ids()
+        self.drop_states(table, 0)
 
     def free_faulted(self, table: BlockTable) -> None:
         """Free the table of a faulted sequence; blocks that it computed are never reused."""
         for key in table.cached_keys:
-            block = self.pool.lookup(key)
-            if block is not None:
-                self.pool.uncache(block)
+            for pool in (self.pool, self.state_pool):
+                found = pool.lookup(key)
+                if found is not None:
+                    pool.uncache(found)
         self.free(table)
 
     @property
@@ -446,13 +534,21 @@ class KVCache:
         tables = list(tables)
         retained = [list(table.held()) for table in tables]
         self.pool.check_integrity([*retained, [copy.source for copy in copies]])
+        self.state_pool.check_integrity([[slot for _, slot in table.states] for table in tables])
         for table in tables:
+            lengths = [num_tokens for num_tokens, _ in table.states]
+            assert lengths == sorted(set(lengths)), "states are out of order"
             shown = (table.ids, *table.other_ids)
             assert shown == tuple(map(tuple, table.groups)), "ids were not renewed"
             assert table.num_cached <= len(table.ids), "cached what it does not have"
             for blocks, first in zip(table.groups, table.first_held, strict=True):
                 assert len(blocks) == len(table.ids), "groups differ in length"
                 assert blocks.count(NO_BLOCK) == first, "a block is missing"
+
+    def check_state(self, table: BlockTable, num_computed: int) -> None:
+        """Raise AssertionError unless the next step has the state to start from."""
+        last = table.states[-1][0] if table.states else 0
+        assert last == (num_computed if self.has_states else 0), f"no state after {num_computed}"
 
 
 def root_hash(salt: str) -> bytes:

@@ -223,7 +223,7 @@ def test_a_run_on_another_path_is_told_and_fails_strict(
         (("--prompt-tokens", "0"), "--prompt-tokens must be at least 1"),
         (("--repeats", "-1"), "--repeats must be at least 1"),
         (("--prompt-tokens", "9999"), "the 2048 tokens of context"),
-        (("--device", "cuda"), "device 'cuda'"),
+        (("--device", "cuda"), "device is 'cuda'"),
         (("--quant", "Q4_X"), "there is no mix 'Q4_X'"),
         (("--limits", "absent.json"), "cannot read absent.json"),
     ],

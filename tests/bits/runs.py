@@ -27,6 +27,7 @@ FOLDER = Path(__file__).parent
 MODELS = {
     "cpu": (
         *(f"dummy:tiny:{mix}" for mix in ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "TQ2_0")),
+        "dummy:tiny-qwen35:Q4_K_M",  # whose layers keep states
         DEFAULT_MODEL,
     ),
     "cuda": (

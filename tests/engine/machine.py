@@ -61,13 +61,16 @@ groups = st.sampled_from(
         (Window(6),),
     ]
 )
+state_slots = st.sampled_from([12, 14, 20, 40])  # few bound the batch, to 3 sequences at least
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Random joins, cancels, deadlines, pauses, faults, pre-emptions, chunks, hits and pools."""
 
-    @initialize(config=configs, pool=pools, windows=groups)
-    def begin(self, config: dict[str, Any], pool: dict[str, int], windows: Windows) -> None:
+    @initialize(config=configs, pool=pools, windows=groups, num_states=st.just(0) | state_slots)
+    def begin(
+        self, config: dict[str, Any], pool: dict[str, int], windows: Windows, num_states: int = 0
+    ) -> None:
         settings = EngineConfig(**config, step_timeout_s=1.0, step_grace_s=1.0)
         self.windows = windows
         self.faulty: dict[str, set[int]] = {kind: set() for kind in ("nan", "raises", "no_memory")}
@@ -78,6 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
             vocabulary_size=VOCABULARY,
             max_context=64,
             windows=windows,
+            num_states=num_states,
             faults=Faults(
                 nan=self._is_poisoned("nan"),
                 raises=self._is_poisoned("raises"),
@@ -197,7 +201,11 @@ class EngineMachine(RuleBasedStateMachine):
     def _compare(self, request_id: str, output: RequestOutput) -> None:
         request = self.requests[request_id]
         expected = solo(
-            request.prompt, request.params, vocabulary_size=VOCABULARY, windows=self.windows
+            request.prompt,
+            request.params,
+            vocabulary_size=VOCABULARY,
+            windows=self.windows,
+            keeps_states=self.executor.num_states > 0,
         )
         got = tokens_of(output)
         note(f"{request_id}: {output.status}, {got}, expected {expected}")
@@ -230,3 +238,17 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work, "the engine does not come to rest"
         assert self.outputs.keys() == self.requests.keys(), "a request never ended"
         assert self.engine.snapshot().kv_usage == 0.0, "a block leaked"
+        assert self.engine.cache.state_pool.num_used == 0, "a state leaked"
+
+
+def machine_with(num_states: st.SearchStrategy[int]) -> type[EngineMachine]:
+    """The same with so many slots for states."""
+
+    class Machine(EngineMachine):
+        @initialize(config=configs, pool=pools, windows=groups, num_states=num_states)
+        def begin(
+            self, config: dict[str, Any], pool: dict[str, int], windows: Windows, num_states: int
+        ) -> None:
+            super().begin(config, pool, windows, num_states)
+
+    return Machine

@@ -52,10 +52,11 @@ def solo(
     *,
     vocabulary_size: int = 1000,
     windows: Windows = NO_WINDOWS,
+    keeps_states: bool = False,
 ) -> list[list[int]]:
     """The tokens this request gets when it has the engine to itself and room for all of it, also
-    for what is out of every window."""
-    found = _solo(tuple(prompt), _Params(params), vocabulary_size, windows)
+    for what is out of every window; states are computed from all tokens, without slots."""
+    found = _solo(tuple(prompt), _Params(params), vocabulary_size, windows, keeps_states)
     return [list(tokens) for tokens in found]
 
 
@@ -74,7 +75,11 @@ class _Params:
 
 @lru_cache(maxsize=20_000)
 def _solo(
-    prompt: tuple[int, ...], key: _Params, vocabulary_size: int, windows: Windows
+    prompt: tuple[int, ...],
+    key: _Params,
+    vocabulary_size: int,
+    windows: Windows,
+    keeps_states: bool,
 ) -> tuple[tuple[int, ...], ...]:
     executor = FakeExecutor(
         num_blocks=512,
@@ -82,6 +87,7 @@ def _solo(
         vocabulary_size=vocabulary_size,
         windows=windows,
         has_groups=False,
+        keeps_states=keeps_states,
     )
     engine = new_engine(executor, max_step_tokens=4096, prefix_reuse=False, plan_ahead=False)
     engine.add_request(prompt, key.params)

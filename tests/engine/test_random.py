@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
-from tests.engine.machine import EngineMachine
+from tests.engine.machine import EngineMachine, machine_with, state_slots
 
 from quire.core.plan import BlockCopy
 from quire.kvcache import BlockPool, BlockTable, KVCache
@@ -16,9 +17,11 @@ PARTS = 8  # so that workers can share them
 EXAMPLES_A_PART = 120
 
 
-def run_machine(name: str, num_examples: int, **more: Any) -> None:
+def run_machine(
+    name: str, num_examples: int, kind: type[EngineMachine] = EngineMachine, **more: Any
+) -> None:
     """Hypothesis derives a repeatable run from the machine's name."""
-    machine = type(name, (EngineMachine,), {})
+    machine = type(name, (kind,), {})
     more.setdefault("phases", [Phase.generate, Phase.shrink])  # explaining takes minutes
     options = settings(max_examples=num_examples, stateful_step_count=STEPS, **more)
     run_state_machine_as_test(machine, settings=options)
@@ -108,26 +111,96 @@ def find_one_group_in_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "cache", lambda self, block, key: cache(self, block, key[:16]))
 
 
-@pytest.mark.parametrize(
-    "mutate",
-    [
-        forget_to_copy,
-        write_into_shared_blocks,
-        share_blocks_between_different_prompts,
-        free_a_block_that_is_still_used,
-        cache_a_block_before_it_is_full,
-        give_back_what_the_next_position_sees,
-        give_back_what_a_failed_step_reads_again,
-        take_a_prefix_without_its_window,
-        find_one_group_in_another,
-    ],
-)
+def give_back_the_state_that_a_step_in_flight_reads(patch: pytest.MonkeyPatch) -> None:
+    state_computed = KVCache.state_computed
+
+    def broken(
+        self: KVCache, table: BlockTable, num_computed: int, first_needed: int, **more: Any
+    ) -> None:
+        if first_needed == num_computed:  # no siblings are to come
+            first_needed = table.states[-1][0]  # of a step in flight, which reads the one before
+        state_computed(self, table, num_computed, first_needed, **more)
+
+    patch.setattr(KVCache, "state_computed", broken)
+
+
+def give_back_the_state_that_siblings_start_from(patch: pytest.MonkeyPatch) -> None:
+    state_computed = KVCache.state_computed
+
+    def broken(
+        self: KVCache, table: BlockTable, num_computed: int, first_needed: int, **more: Any
+    ) -> None:
+        state_computed(self, table, num_computed, num_computed, **more)
+
+    patch.setattr(KVCache, "state_computed", broken)
+
+
+def fork_with_the_last_state(patch: pytest.MonkeyPatch) -> None:
+    fork = KVCache.fork
+
+    def broken(self: KVCache, table: BlockTable, num_tokens: int) -> BlockTable:
+        child = fork(self, table, num_tokens)
+        if child.states:
+            self.state_pool.release(child.states[0][1])
+            self.state_pool.retain(table.states[-1][1])
+            child.states = [(num_tokens, table.states[-1][1])]
+        return child
+
+    patch.setattr(KVCache, "fork", broken)
+
+
+def cache_a_state_before_its_blocks_are_full(patch: pytest.MonkeyPatch) -> None:
+    state_computed = KVCache.state_computed
+
+    def broken(
+        self: KVCache, table: BlockTable, num_computed: int, first_needed: int, **more: Any
+    ) -> None:
+        if table.salt is not None and num_computed > self.block_size:
+            key = table.hashes[num_computed // self.block_size - 1] + b"state"
+            self.state_pool.cache(dict(table.states)[num_computed], key)
+        state_computed(self, table, num_computed, first_needed, **more)
+
+    patch.setattr(KVCache, "state_computed", broken)
+
+
+def keep_states_that_were_rolled_back(patch: pytest.MonkeyPatch) -> None:
+    drop_states = KVCache.drop_states
+
+    def broken(self: KVCache, table: BlockTable, num_tokens: int) -> None:
+        if not num_tokens:
+            drop_states(self, table, num_tokens)
+
+    patch.setattr(KVCache, "drop_states", broken)
+
+
+OF_BLOCKS = [
+    forget_to_copy,
+    write_into_shared_blocks,
+    share_blocks_between_different_prompts,
+    free_a_block_that_is_still_used,
+    cache_a_block_before_it_is_full,
+    give_back_what_the_next_position_sees,
+    give_back_what_a_failed_step_reads_again,
+    take_a_prefix_without_its_window,
+    find_one_group_in_another,
+]
+OF_STATES = [
+    give_back_the_state_that_a_step_in_flight_reads,
+    give_back_the_state_that_siblings_start_from,
+    fork_with_the_last_state,
+    cache_a_state_before_its_blocks_are_full,
+    keep_states_that_were_rolled_back,
+]
+
+
+@pytest.mark.parametrize("mutate", [*OF_BLOCKS, *OF_STATES])
 def test_a_broken_allocator_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
         run_machine(
             f"Broken{mutate.__name__}",
             4 * EXAMPLES_A_PART,
+            machine_with(state_slots if mutate in OF_STATES else st.just(0)),
             phases=[Phase.generate],
             report_multiple_bugs=False,
         )

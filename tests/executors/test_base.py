@@ -65,6 +65,40 @@ def test_a_row_that_leaves_vocabulary_context_or_blocks_is_a_fault(
         executor._check_row(plan, plan.end)
 
 
+@pytest.mark.parametrize(
+    ("start", "states", "fault"),
+    [
+        (0, (-1, 0), None),
+        (3, (1, 2), None),
+        (3, (), "the row has 0 states; of 3 slots it should have one to read and one to write"),
+        (3, (1,), "the row has 1 states"),
+        (0, (0, 1), "starts at 0 from state 0 and writes state 1"),
+        (3, (-1, 1), "starts at 3 from state -1"),
+        (3, (-2, 1), "starts at 3 from state -2"),
+        (3, (3, 1), "from state 3 and writes state 1, of 3 slots"),
+        (3, (1, 3), "from state 1 and writes state 3, of 3 slots"),
+        (3, (1, -1), "writes state -1"),
+        (3, (1, 1), "from state 1 and writes state 1"),
+    ],
+)
+def test_a_row_reads_one_state_and_writes_another(
+    start: int, states: tuple[int, ...], fault: str | None
+) -> None:
+    executor = ExecutorBase(CAPACITY._replace(num_states=3))
+    plan = row(start, (1,), (0,), states=states)
+    if fault is None:
+        executor._check_row(plan, plan.end)
+        return
+    with pytest.raises(RowFaultError, match=fault):
+        executor._check_row(plan, plan.end)
+
+
+def test_a_model_without_states_has_rows_without() -> None:
+    plan = row(0, (1,), (0,), states=(-1, 0))
+    with pytest.raises(RowFaultError, match="has 2 states; of 0 slots it should have none"):
+        ExecutorBase(CAPACITY)._check_row(plan, plan.end)
+
+
 @pytest.mark.parametrize(("source", "target"), [(4, 0), (0, 4), (-1, 0), (0, -1)])
 def test_a_copy_of_a_block_that_there_is_not_concerns_the_whole_step(
     source: int, target: int
@@ -81,6 +115,7 @@ def test_a_model_runs_as_far_as_its_context_and_its_blocks_reach() -> None:
     assert model_capacity(spec, 2, 8, 64) == Capacity(2, 16, 32, spec.vocabulary_size, 8, 64)
     assert model_capacity(spec, 1 << 20, 8, 64).max_context == spec.context_length
     assert model_capacity(spec, 2, 8, 64, block_size=4).max_context == 8
+    assert model_capacity(spec, 2, 8, 64, num_states=5).num_states == 5
     with pytest.raises(ConfigError, match="num_blocks must be at least 1, got 0"):
         model_capacity(spec, 0, 8, 64)
     with pytest.raises(ConfigError, match="block_size must be at least 1, got 0"):

@@ -214,3 +214,57 @@ def test_the_store_is_read_and_written_through_tables() -> None:
     store.copy(3, 0)
     store.write((3,), 0, (99,))
     assert list(store.read((0,), 2)) == [10, 20]
+
+
+# ---- states
+
+
+def with_states(row: SequencePlan, source: int, target: int) -> SequencePlan:
+    return row._replace(states=(source, target))
+
+
+def test_a_token_depends_on_the_state_that_its_row_starts_from() -> None:
+    found = []
+    for first in (3, 4):
+        executor = new_executor(num_states=4)
+        step(executor, with_states(row((first,), (0,)), -1, 0))
+        step(executor, with_states(row((5,), (0,)), -1, 1))  # the same block, another state
+        found.append(token_after(executor, with_states(row((6,), (0,), start=1), 0, 2)))
+    assert found[0] != found[1]
+
+
+def test_states_are_those_of_all_tokens_however_they_are_computed() -> None:
+    tokens = (3, 4, 5, 6, 7)
+    whole = token_after(new_executor(keeps_states=True), row(tokens, (0, 1)))
+    executor = new_executor(num_states=4)
+    step(executor, with_states(row(tokens[:2], (0, 1)), -1, 3))
+    step(executor, with_states(row(tokens[2:4], (0, 1), start=2), 3, 1))
+    assert token_after(executor, with_states(row(tokens[4:], (0, 1), start=4), 1, 0)) == whole
+    assert whole != token_after(new_executor(), row(tokens, (0, 1)))
+
+
+def test_a_state_that_was_never_written_cannot_be_read() -> None:
+    executor = new_executor(num_states=4)
+    with pytest.raises(ExecutorError, match=r"step 1 reads states \{2\}, never written"):
+        step(executor, with_states(row((3,), (0,), start=1), 2, 0))
+
+
+@pytest.mark.parametrize(("target", "is_shared"), [(1, True), (2, True), (3, False)])
+def test_rows_of_a_step_share_no_state_that_one_writes(target: int, is_shared: bool) -> None:
+    executor = new_executor(num_states=4)
+    step(executor, with_states(row((3,), (0,)), -1, 1))
+    rows = (
+        with_states(row((3,), (0,), start=1), 1, 2),
+        with_states(row((3,), (1,), name=2), -1, target),
+    )
+    if not is_shared:
+        step(executor, *rows)
+        return
+    with pytest.raises(ExecutorError, match="rows write states"):
+        step(executor, *rows)
+
+
+def test_a_row_without_states_is_a_fault_where_there_are_any() -> None:
+    (result,) = step(new_executor(num_states=4), row((3,), (0,)))
+    assert result.fault is not None
+    assert "0 states" in result.fault

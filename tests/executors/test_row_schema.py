@@ -70,7 +70,7 @@ def test_native_code_refuses_a_field_that_it_does_not_know(rebound: None) -> Non
 @pytest.mark.parametrize("missing", FIELDS)
 def test_native_code_refuses_rows_without_a_field(missing: str, rebound: None) -> None:
     names = tuple(name for name in FIELDS if name != missing)
-    with pytest.raises(TypeError, match="knows 12 fields of a row, but it has 11: change"):
+    with pytest.raises(TypeError, match="knows 13 fields of a row, but it has 12: change"):
         native.bind_plan_types(row_type(names), Want, TokenLogprob)
 
 

@@ -6,8 +6,9 @@ find.
 """
 
 import json
+import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from tests.loader.safetensors_bytes import file_bytes, with_header
 
 from quire.core.errors import ModelFileError, RequestError, UnsupportedModelError
 from quire.loader.files import open_model_file
+from quire.loader.metadata import Metadata
 from quire.loader.reading import parse_json_object
 from quire.model.config_spec import spec_from_config
 from quire.model.loading import end_token_ids, load_model, read_tokenizer
+from quire.model.quantised import linears_joined
 from quire.quant.formats import FORMATS
 from quire.tokenizer import Tokenizer
 
@@ -87,6 +90,38 @@ def feed_safetensors(content: bytes) -> bool:
     return _read(lambda: use(open_model_file(files.FOLDER, files)))
 
 
+def feed_quantised(content: bytes) -> bool:
+    """A quantization_config, and tensors by type and shape, whose bytes are `shape` as I64s where
+    the name says so, otherwise all `fill`: every weight of the linears that they make is read."""
+
+    def read() -> None:
+        given = Metadata("input", parse_json_object(content, "input"))
+        fill, entries = bytes([given.integer("fill", low=0, high=255)]), given.section("tensors")
+        told = [number & 0xFFFFFFFF for number in given.integers("shape")]
+        header: dict[str, object] = {}
+        data = b""
+        for name in entries:
+            entry = entries.section(name)
+            size = _TYPE_BYTES.get(entry.text("dtype"), 1) * math.prod(entry.integers("shape"))
+            if not 0 <= size <= 1 << 16:
+                raise entry.error("shape", "makes too much")
+            is_told = name.endswith("_shape") and size == 8 * len(told)
+            header[name] = {**entry, "data_offsets": [len(data), len(data) + size]}
+            data += np.array(told, "<i8").tobytes() if is_told else size * fill
+        file = with_header(json.dumps(header).encode(), data)
+        files = MemoryFiles({"config.json": b"{}", "model.safetensors": file})
+        tensors = open_model_file(files.FOLDER, files).tensors
+        for tensor in linears_joined(
+            {"quantization_config": given.get("config")}, tensors
+        ).values():
+            tensor.to_float32()
+
+    return _read(read)
+
+
+_TYPE_BYTES = {"F32": 4, "I32": 4, "I64": 8, "F16": 2, "BF16": 2}
+
+
 def feed_tokenizer_json(content: bytes) -> bool:
     """A tokenizer.json, and behind a zero byte a tokenizer_config.json."""
     description, _, config = content.partition(b"\0")
@@ -146,6 +181,8 @@ def gguf_seeds() -> list[bytes]:
 def _block_of_every_format() -> bytes:
     infos, content = [], b""
     for kind in FORMATS:
+        if kind.ggml_type < 0:
+            continue
         shape = [kind.block_size, 1]
         infos.append(build.tensor_info(kind.name, shape, kind.ggml_type, len(content)))
         content += bytes(kind.block_bytes + kind.tail_bytes)
@@ -177,7 +214,8 @@ _SIZES = {
 
 
 def gguf_model_seeds() -> list[bytes]:
-    """The smallest models with a vocabulary of each kind, with and without scaled rope."""
+    """The smallest models with a vocabulary of each kind, with and without scaled rope; the last
+    one as Ollama's converters write them."""
     byte_level = [
         _text_field("tokenizer.ggml.model", "gpt2"),
         _text_field("tokenizer.ggml.pre", "qwen2"),
@@ -194,17 +232,37 @@ def gguf_model_seeds() -> list[bytes]:
     ]
     without = [_text_field("tokenizer.ggml.model", "none")]
     more = (byte_level, sentencepiece, [*byte_level, *yarn], without)
-    return [_model(fields) for fields in more]
+    scaling = {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0}
+    ollama = [
+        *(
+            build.pair(f"mistral3.rope.scaling.{key}", build.F32, build.number(build.F32, value))
+            for key, value in scaling.items()
+        ),
+        _text_field("mistral3.rope.scaling.type", "yarn"),
+        build.unsigned("mistral3.rope.scaling.original_context_length", 16),
+        build.unsigned("mistral3.vision.block_count", 1),
+    ]
+    sees = {"v.patch_conv": (4, 4)}
+    return [
+        *(_model(fields) for fields in more),
+        _model([*byte_level, *ollama], "mistral3", sees),
+    ]
 
 
-def _model(more: list[bytes]) -> bytes:
+def _model(
+    more: list[bytes],
+    architecture: str = "llama",
+    more_shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> bytes:
     kinds = [2, 3, 3, *([1] * (len(_VOCABULARY) - 3))]
     kinds[9] = 6
     fields = [
-        _text_field("general.architecture", "llama"),
-        *(build.unsigned(f"llama.{key}", size) for key, size in _SIZES.items()),
+        _text_field("general.architecture", architecture),
+        *(build.unsigned(f"{architecture}.{key}", size) for key, size in _SIZES.items()),
         build.pair(
-            "llama.attention.layer_norm_rms_epsilon", build.F32, build.number(build.F32, 1e-5)
+            f"{architecture}.attention.layer_norm_rms_epsilon",
+            build.F32,
+            build.number(build.F32, 1e-5),
         ),
         _texts("tokenizer.ggml.tokens", _VOCABULARY),
         _numbers("tokenizer.ggml.token_type", build.I32, kinds),
@@ -217,6 +275,7 @@ def _model(more: list[bytes]) -> bytes:
     shapes |= {"blk.0.ffn_norm": (4,), "blk.0.attn_q": (4, 4), "blk.0.attn_k": (4, 2)}
     shapes |= {"blk.0.attn_v": (4, 2), "blk.0.attn_output": (4, 4), "blk.0.ffn_gate": (4, 4)}
     shapes |= {"blk.0.ffn_up": (4, 4), "blk.0.ffn_down": (4, 4)}
+    shapes |= more_shapes or {}
     infos, offset = [], 0
     for name, shape in shapes.items():
         infos.append(build.tensor_info(f"{name}.weight", shape, 0, offset))
@@ -251,6 +310,32 @@ def safetensors_seeds() -> list[bytes]:
         b"H" + json.dumps({"__metadata__": {"a": "b"}}).encode(),
         b"C" + json.dumps({"model_type": "llama", "n": [1, 2.5, None, True, {}]}).encode(),
         b"I" + json.dumps(index).encode(),
+    ]
+
+
+def quantised_seeds() -> list[bytes]:
+    def seed(config: object, fill: int, **parts: tuple[str, list[int]]) -> bytes:
+        tensors = {f"a.{part}": {"dtype": x, "shape": shape} for part, (x, shape) in parts.items()}
+        whole = {"config": config, "fill": fill, "shape": [3, 128], "tensors": tensors}
+        return json.dumps(whole).encode()
+
+    blocks = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    words = {"qweight": ("I32", [128, 2]), "qzeros": ("I32", [2, 2]), "scales": ("F16", [2, 16])}
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    columns = words | {"qweight": ("I32", [16, 16])}
+    whole = {"qzeros": ("I32", [1, 2]), "scales": ("F16", [1, 16]), "g_idx": ("I32", [128])}
+    group = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}
+    compressed = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
+    packed = {"weight_packed": ("I32", [3, 16]), "weight_scale": ("F16", [3, 4])}
+    packed |= {"weight_shape": ("I64", [2]), "weight_zero_point": ("I32", [1, 4])}
+    return [
+        seed(blocks, 0, weight=("F8_E4M3", [3, 256]), weight_scale_inv=("F32", [1, 2])),
+        seed({"quant_method": "awq", "bits": 4, "group_size": 64}, 0x77, **words),
+        seed(gptq | {"sym": True}, 0x77, **columns),
+        seed(gptq | {"sym": False, "group_size": -1, "desc_act": True}, 0, **columns | whole),
+        seed(compressed, 0, weight=("I8", [3, 128]), weight_scale=("BF16", [3, 1])),
+        seed(compressed, 0x22, **packed),
+        seed(compressed, 0, weight=("F16", [2, 2])),
     ]
 
 
@@ -349,6 +434,7 @@ TARGETS = {
     "gguf": Target(feed_gguf, gguf_seeds, is_json=False),
     "gguf_model": Target(feed_gguf_model, gguf_model_seeds, is_json=False),
     "safetensors": Target(feed_safetensors, safetensors_seeds, is_json=True),
+    "quantised": Target(feed_quantised, quantised_seeds, is_json=True),
     "tokenizer_json": Target(feed_tokenizer_json, tokenizer_json_seeds, is_json=True),
     "config": Target(feed_config, config_seeds, is_json=True),
 }

@@ -22,6 +22,7 @@ from tests.extreme_models import random_model, small_spec
 
 from quire.core.errors import ExecutorError, ModelFileError, UnsupportedModelError
 from quire.core.plan import (
+    NO_STATE,
     BlockCopy,
     History,
     Sampling,
@@ -43,6 +44,7 @@ from quire.model.config_spec import spec_from_config
 from quire.model.loading import Model
 from quire.model.rope import DivisorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
 from quire.model.spec import Activation, ModelSpec, tensor_shapes
+from quire.model.states import StateKind, StateMixer
 from quire.quant.formats import FORMATS
 
 Floats = npt.NDArray[np.float32]
@@ -50,6 +52,7 @@ Rng = np.random.Generator
 
 BLOCK = 16
 NUM_BLOCKS = 12
+NUM_STATES = 8  # slots: rows of numbers 1 and 2 have those, and their mutants any from 4 on
 PATIENCE_S = 300.0
 MOST_WEIGHTS = 1 << 16  # of a model: larger ones say little more, and take long
 MOST_CACHED = 1 << 15  # numbers that a token leaves in the cache
@@ -144,7 +147,34 @@ def random_spec(rng: Rng) -> ModelSpec:
         changes |= {"vocabulary_size": 20_000, "hidden_size": 2}
     if edge != "none":
         changes["rope"] = Rope(1e4, 2, interleaved=False)
-    return small_spec(**changes)
+    return with_states(rng, small_spec(**changes))
+
+
+def with_states(rng: Rng, spec: ModelSpec) -> ModelSpec:
+    """Often some layers keep a state instead of keys and values, the first never."""
+    if spec.num_layers == 1 or rng.integers(2):
+        return spec
+    kind, kernel = pick(rng, list(StateKind)), pick(rng, [2, 3, 4, 64])
+    if kind is StateKind.CONVOLUTION:
+        mixer = StateMixer(kind=kind, kernel=kernel, value_dim=pick(rng, [1, 15, 33, 520]))
+    else:
+        num_groups = pick(rng, [1, 1, 2, 5])
+        mixer = StateMixer(
+            kind=kind,
+            kernel=kernel,
+            num_heads=num_groups * pick(rng, [1, 2, 3]),
+            num_groups=num_groups,
+            key_dim=pick(rng, [1, 3, 16, 33]),
+            value_dim=pick(rng, [1, 7, 16, 65]),
+            is_tiled=bool(rng.integers(2)),
+            has_convolution_bias=bool(rng.integers(2)),
+            norm_epsilon=1e-5,
+        )
+    layers = [spec.layers[0]]
+    layers += [replace(layer, mixer=mixer) for layer in spec.layers[1:]]
+    if rng.integers(2):
+        layers[-1] = spec.layers[-1]
+    return replace(spec, layers=tuple(layers))
 
 
 WILD = (0, -1, 1, 2, 3, 7, 64, 2**15, 2**20, 2**31 - 1, 2**31, 2**32, 2**63, 2**64, 1e-300, 1e300)
@@ -205,7 +235,7 @@ def random_case(rng: Rng, tally: Tally) -> Model | None:
     if not is_small(spec):
         tally.outcomes["a model too large for a test"] += 1
         return None
-    names = [each.name for each in FORMATS]
+    names = [each.name for each in FORMATS if not each.tail_bytes]  # which are of BitNet alone
     usual = pick(rng, [*FLOATS, *names])
     ends = ("attn_v", "ffn_down", "output", "token_embd")
     formats = {end: pick(rng, names) for end in ends if rng.integers(4) == 0}
@@ -252,7 +282,8 @@ def random_row(rng: Rng, model: Model, number: int, table: tuple[int, ...]) -> S
     targets = (
         random_tokens(rng, spec.vocabulary_size, len(tokens) - 1) if rng.integers(3) == 0 else ()
     )
-    plan = SequencePlan(number, 0, tokens, None, table, want, prompt_targets=targets)
+    states = (NO_STATE, number % NUM_STATES) if spec.states else ()
+    plan = SequencePlan(number, 0, tokens, None, table, want, prompt_targets=targets, states=states)
     if want is not Want.SAMPLE and not targets:
         return plan
     sampling = random_sampling(rng, spec.vocabulary_size)
@@ -289,15 +320,19 @@ class Episode:
         self.rng = np.random.Generator(np.random.SFC64(seed))
         self._step_ids = itertools.count()
         self._rows: list[SequencePlan] = []  # that mutants are made of
+        self._next_state = 2  # of the slots 2 and 3, which chunks use
         self.model = random_case(self.rng, tally)
 
     def run(self, num_mutations: int) -> None:
         if self.model is None:
             return
+        self.tally.outcomes["a model that keeps states"] += bool(self.model.spec.states)
         rng, is_int8 = self.rng, bool(self.rng.integers(4) == 0)
         first, second = rng.permutation(units())[:2] if len(units()) > 1 else units() * 2
         executors: dict[str, Executor] = {
-            "reference": ReferenceExecutor(self.model, num_blocks=NUM_BLOCKS),
+            "reference": ReferenceExecutor(
+                self.model, num_blocks=NUM_BLOCKS, num_states=NUM_STATES
+            ),
             f"cpu/{first}": self._cpu(str(first), 1, is_int8),
             f"cpu/{second}, threads": self._cpu(str(second), self._num_threads, is_int8),
         }
@@ -313,6 +348,7 @@ class Episode:
         return CpuExecutor(
             self.model,
             num_blocks=NUM_BLOCKS,
+            num_states=NUM_STATES,
             threads=count,
             kv_int8=is_int8,
             unit=unit,
@@ -334,7 +370,7 @@ class Episode:
         self._expect(all(map(same, expected[one], expected[two])), f"{one} and {two} differ")
         self._check_sampler(one, executors[one], sound, expected[one])
         self._rows = [
-            random_row(self.rng, self._model, 9, tuple(self.rng.permutation(4).tolist()))
+            random_row(self.rng, self._model, 4, tuple(self.rng.permutation(4).tolist()))
             for _ in range(1 + num_mutations // 8)
         ]
         for number in range(num_mutations):
@@ -383,9 +419,9 @@ class Episode:
         found: list[Floats | None] = []
         for name, executor in executors.items():
             table = tuple(rng.permutation(4).tolist())
-            whole = self._step(name, executor, (_logits_of(tokens, 0, table),))[0]
+            whole = self._step(name, executor, (self._logits_of(tokens, 0, table),))[0]
             parts = [
-                self._step(name, executor, (_logits_of(tokens[i : i + chunk], i, table),))[0]
+                self._step(name, executor, (self._logits_of(tokens[i : i + chunk], i, table),))[0]
                 for i in range(0, length, chunk)
             ]
             faults = {part.fault for part in parts} - {None}
@@ -406,6 +442,16 @@ class Episode:
         self._expect(one.tobytes() == two.tobytes(), "units differ in their logits")
         self._check_close(exact, one)
 
+    def _logits_of(
+        self, tokens: tuple[int, ...], start: int, table: tuple[int, ...]
+    ) -> SequencePlan:
+        """Of a sequence whose states take turns in two slots."""
+        states: tuple[int, ...] = ()
+        if self._model.spec.states:
+            source, self._next_state = self._next_state, 5 - self._next_state
+            states = (5 - source if start else NO_STATE, source)
+        return SequencePlan(0, start, tokens, None, table, Want.LOGITS, states=states)
+
     def _check_fork(
         self,
         name: str,
@@ -415,8 +461,11 @@ class Episode:
         logits: Floats,
     ) -> None:
         """The last token again, over copies of all blocks."""
+        start = len(tokens) - 1
+        if self._model.spec.states and start:  # it starts from the state before that token
+            self._step(name, executor, (self._logits_of(tokens[:-1], 0, table),))
         copies = tuple(BlockCopy(block, 4 + place) for place, block in enumerate(table))
-        plan = _logits_of(tokens[-1:], len(tokens) - 1, tuple(c.target for c in copies))
+        plan = self._logits_of(tokens[-1:], start, tuple(c.target for c in copies))
         [forked] = self._step(name, executor, (plan,), copies)
         self._expect(forked.fault is None, f"{name}: a fork has the fault {forked.fault}")
         self._expect(forked.logits[-1].tobytes() == logits[-1].tobytes(), f"{name}: a fork differs")
@@ -552,6 +601,15 @@ class Episode:
         tables: list[Any] = [(), plan.block_table[:1] * 3, [0, 1], None, "01", (None, 0), (0.0,)]
         return plan._replace(block_table=pick(self.rng, [*tables, (0,) * 5000]))
 
+    def _wrong_states(self, plan: SequencePlan) -> SequencePlan:
+        """Never one of the sound rows' slots, which it would be right to write to."""
+        slots: list[Any] = [(), (4,), (4, 5, 6), [4, 5], None, "45", (4, None), (4, 5.0), (True, 5)]
+        return plan._replace(states=pick(self.rng, [*slots, *(self._slots() for _ in range(9))]))
+
+    def _slots(self) -> tuple[int, ...]:
+        wild = (NO_STATE, -2, *range(4, NUM_STATES), NUM_STATES, 2**31 - 1, 2**31, -(2**31), 2**64)
+        return pick(self.rng, wild), pick(self.rng, wild)
+
     def _wrong_start(self, plan: SequencePlan) -> SequencePlan:
         starts = (1, 15, 16, 47, 48, NUM_BLOCKS * BLOCK - 1, NUM_BLOCKS * BLOCK, self._number())
         return plan._replace(start=pick(self.rng, starts))
@@ -592,12 +650,11 @@ class Episode:
         return plan._replace(sampling=sampling, completion_position=0)
 
     def _wrong_type(self, plan: SequencePlan) -> SequencePlan:
-        names = ("start", "tokens", "follows", "history", "allowed", "prompt_targets", "sampling")
+        names = (
+            *("start", "tokens", "follows", "history", "allowed", "prompt_targets", "sampling"),
+            "states",
+        )
         return plan._replace(**{pick(self.rng, names): self._thing()})
 
 
 _WRONGS = [name.removeprefix("_wrong_") for name in vars(Episode) if name.startswith("_wrong_")]
-
-
-def _logits_of(tokens: tuple[int, ...], start: int, table: tuple[int, ...]) -> SequencePlan:
-    return SequencePlan(0, start, tokens, None, table, Want.LOGITS)

@@ -7,11 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.fuzz.inputs import CORPUS, TARGETS, gguf_seeds
+from tests.fuzz.inputs import CORPUS, TARGETS, gguf_model_seeds, gguf_seeds
 from tests.fuzz.mutated import fuzz, mutated_bytes, mutated_json
 from tests.loader.hostile import memory_at_most
 
 from quire.loader.gguf import GGUFFile
+from quire.model.loading import load_model
 
 KEPT = [
     pytest.param(path.parent.name, path, id=f"{path.parent.name}/{path.name}")
@@ -65,6 +66,15 @@ def test_one_seed_mutates_alike() -> None:
         made = [[mutate(one, other, random.Random(seed)) for seed in range(9)] for _ in range(2)]
         assert made[0] == made[1]
         assert len(set(made[0])) > 5
+
+
+def test_a_seed_is_a_file_of_ollamas_converters(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(gguf_model_seeds()[-1])
+    with load_model(path) as model:
+        assert "mistral3.rope.scaling.yarn_beta_fast" in model.metadata, "it was renamed"
+        assert b"v.patch_conv.weight" in path.read_bytes()
+        assert not any(name.startswith("v.") for name in model.tensors)
 
 
 def test_the_first_gguf_seeds_open(tmp_path: Path) -> None:

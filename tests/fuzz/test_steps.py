@@ -21,6 +21,7 @@ def test_the_episodes_reach_what_they_are_meant_to() -> None:
         Episode(seed, tally).run(num_mutations=8)
     for outcome in (
         "a config that was refused",
+        "a model that keeps states",
         "logits held against the reference's",
         "samples held against the reference's",
         "a fault of one row",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.core.plan import NO_BLOCK, BlockCopy
+from quire.core.plan import NO_BLOCK, NO_STATE, BlockCopy
 from quire.core.windows import Window, Windows
 from quire.kvcache import BlockTable, KVCache
 
@@ -13,8 +13,10 @@ FULL_AND_WINDOW: Windows = (None, Window(6))
 PROMPT = list(range(24))  # six full blocks
 
 
-def new_cache(windows: Windows = FULL_AND_WINDOW, num_blocks: int = 64) -> KVCache:
-    return KVCache(num_blocks, SIZE, prefix_reuse=True, windows=windows)
+def new_cache(
+    windows: Windows = FULL_AND_WINDOW, num_blocks: int = 64, num_states: int = 0
+) -> KVCache:
+    return KVCache(num_blocks, SIZE, prefix_reuse=True, windows=windows, num_states=num_states)
 
 
 def advance(cache: KVCache, table: BlockTable, tokens: list[int], start: int, end: int) -> None:
@@ -231,7 +233,7 @@ def test_a_fork_can_compute_the_last_position_again() -> None:
 
 actions = st.lists(
     st.tuples(
-        st.sampled_from(["start", "grow", "grow", "grow", "fork", "free", "fault"]),
+        st.sampled_from(["start", "grow", "grow", "grow", "lose", "fork", "free", "fault"]),
         st.integers(0, 7),
         st.integers(1, 9),
     ),
@@ -245,9 +247,10 @@ groupings = st.sampled_from(
 class Sequences:
     """Live sequences of one cache, computed chunk by chunk."""
 
-    def __init__(self, windows: Windows, num_blocks: int) -> None:
-        self.cache = new_cache(windows, num_blocks)
+    def __init__(self, windows: Windows, num_blocks: int, num_states: int) -> None:
+        self.cache = new_cache(windows, num_blocks, num_states)
         self.contents: dict[tuple[int, int], int] = {}  # of (block, offset): the token
+        self.states: dict[int, list[int]] = {NO_STATE: []}  # of slots: all tokens
         self.live: list[tuple[BlockTable, list[int], int]] = []  # table, tokens, computed
         self.grown: set[BlockTable] = set()
 
@@ -276,7 +279,28 @@ class Sequences:
             self.cache.cache_full_blocks(table, tokens, end)
             self.cache.release_unseen(table, end)
             self.grown.add(table)
+            if self.cache.has_states:
+                self.write_state(table, tokens, start, end)
         self.live.append((table, tokens, end))
+
+    def write_state(self, table: BlockTable, tokens: list[int], start: int, end: int) -> None:
+        """The step reads the state after `start` tokens and writes that after `end`."""
+        source, target = table.row_states
+        assert self.states[source] == tokens[:start]
+        self.states[target] = tokens[:end]
+        self.cache.state_computed(table, end, end)
+
+    def lose(self, index: int, chunk: int) -> None:
+        """Plan a chunk that is never computed."""
+        table, tokens, start = self.live[index]
+        end = min(start + chunk, len(tokens))
+        copies = self.cache.extend(table, start, end) if end > start else []
+        if copies is None or copies:  # whether they were copied is unknown
+            self.cache.release_sources(copies or ())
+            self.cache.free(table)
+            self.live.pop(index)
+        else:
+            self.cache.drop_states(table, start)
 
     def check_reads(self, table: BlockTable, tokens: list[int], end: int) -> None:
         """What the last position sees is what was written there."""
@@ -291,15 +315,16 @@ class Sequences:
         table, tokens, end = self.live[index]
         if table in self.grown:  # its last position was computed, not only found
             child = self.cache.fork(table, end)
-            self.live.append((child, [*tokens[:end], 77, 78, 79, 80, 81], end - 1))
+            start = end if self.cache.has_states else end - 1
+            self.live.append((child, [*tokens[:end], 77, 78, 79, 80, 81], start))
 
 
-@settings(max_examples=300)
-@given(groupings, st.integers(8, 40), actions)
+@settings(max_examples=400)
+@given(groupings, st.integers(8, 40), st.sampled_from([0, 0, 3, 6, 30]), actions)
 def test_a_position_always_reads_what_was_written_for_it(
-    windows: Windows, num_blocks: int, todo: list[tuple[str, int, int]]
+    windows: Windows, num_blocks: int, num_states: int, todo: list[tuple[str, int, int]]
 ) -> None:
-    sequences = Sequences(windows, num_blocks)
+    sequences = Sequences(windows, num_blocks, num_states)
     for action, which, size in todo:
         if action == "start":
             sequences.start(which, size)
@@ -307,6 +332,8 @@ def test_a_position_always_reads_what_was_written_for_it(
             index = which % len(sequences.live)
             if action == "grow":
                 sequences.grow(index, size)
+            elif action == "lose":
+                sequences.lose(index, size)
             elif action == "fork":
                 sequences.fork(index)
             else:

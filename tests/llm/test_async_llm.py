@@ -179,7 +179,7 @@ def test_closing_ends_what_runs(text_model: Path) -> None:
 
 
 def test_it_is_made_like_the_blocking_model(text_model: Path) -> None:
-    with pytest.raises(ConfigError, match="device 'cuda'"):
+    with pytest.raises(ConfigError, match="device is 'cuda'"):
         AsyncLLM(text_model, device="cuda")
     with pytest.raises(ConfigError, match="there is no 'max_batch' here: did you mean"):
         AsyncLLM(text_model, max_batch=2)

@@ -1,9 +1,12 @@
 """Devices: what "auto" chooses, and what is said of one that is not there."""
 
 import importlib.util
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.drawn_families import write_drawn
 
 from quire.core.errors import ConfigError
 from quire.executors.cpu import has_native_module
@@ -14,9 +17,14 @@ from quire.llm.machine import MemoryPlan
 from quire.model.loading import Model, load_model
 
 
-def test_what_is_missing_is_named() -> None:
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver before the packages, which are of no use without it."""
+    monkeypatch.setattr(devices, "_CUDA_DRIVER", "no such library")
+    with pytest.raises(ConfigError, match="there is no NVIDIA driver on this machine: use device"):
+        assemble("dummy:tiny", Options(device="cuda"))
+    monkeypatch.setattr(devices, "has_nvidia_driver", lambda: True)
     if importlib.util.find_spec("torch") is None:
-        message = r"needs torch and triton: install quire\[cuda\]"
+        message = r"needs torch and triton \(No module named 'torch'\): pip install 'quire\[cuda\]'"
     else:
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available():
@@ -163,3 +171,28 @@ def test_options_that_a_device_does_not_take_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         device_of(Options(device=device, **given))
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_a_batch_is_as_large_as_there_is_memory_for_its_states(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    device = DEVICES[name]
+    if device.why_unavailable() is not None:
+        pytest.skip("it is not built")
+    options = Options(device=name, max_batch_size=64, threads=1 if device.has_threads else None)
+    options = replace(options, kv_memory="1MiB")
+    each = options.engine_config().states_per_sequence
+    with load_model(write_drawn("qwen35", tmp_path)) as model:
+        plan = device.memory_plan(model, options)
+        room = plan.weights + plan.workspace + (1 << 20) + (5 * each + 1) * plan.state_bytes
+        monkeypatch.setattr(devices, "available_memory", lambda: room)
+        devices._warn_once.cache_clear()
+        loaded = device.load(model, options)
+        device.unload(loaded.executor)
+    assert loaded.executor.capacity.num_states == loaded.memory.num_states == 5 * each + 1
+    assert options.engine_config().batch_size(loaded.executor.capacity) == 5
+    assert (
+        "memory for the states of a batch of 5, not of max_batch_size (64)"
+        in capsys.readouterr().err
+    )

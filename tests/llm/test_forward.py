@@ -11,7 +11,9 @@ from tests.fixture_files import fixture_file
 from tests.llm.text_models import write_changed_model
 
 from quire import LLM, RequestError, SamplingParams
+from quire.core.config import EngineConfig
 from quire.core.errors import ExecutorError, RowFaultError
+from quire.core.plan import SequencePlan, SequenceResult, Want
 from quire.engine import Engine
 from quire.executors.fake import FakeExecutor
 from quire.llm.forward import ForwardRows
@@ -257,3 +259,98 @@ def test_no_pass_begins_on_an_executor_that_does_not_answer() -> None:
     with pytest.raises(ExecutorError, match="did not answer; restart the process"):
         ForwardRows(engine).run([[1]])
     assert executor.plans == []
+
+
+# ---- models that keep states
+
+
+class StateExecutor(FakeExecutor):
+    """Logits that are hashes of all tokens, of which a part comes from a state."""
+
+    def _row(self, row: SequencePlan) -> SequenceResult:
+        if row.want is not Want.LOGITS:
+            return super()._row(row)
+        result = super()._row(row._replace(want=Want.NOTHING))
+        digests = [self._digest(row, end) for end in range(row.start + 1, row.end + 1)]
+        logits = np.array(digests, np.uint64).astype(np.float32)[:, None]
+        return result._replace(logits=np.broadcast_to(logits, (len(digests), 1000)))
+
+
+def rows_with_states(num_states: int = 12, **options: Any) -> tuple[ForwardRows, Engine]:
+    """Three rows at most, which are computed in steps of eight tokens."""
+    executor = StateExecutor(num_states=num_states, **options)
+    config = EngineConfig(max_batch_size=3, max_step_tokens=8, plan_ahead=True)
+    engine = Engine(executor, config, clock=executor.clock)
+    return ForwardRows(engine), engine
+
+
+def with_all_tokens(tokens: list[int]) -> Logits:
+    """The logits of a row, with states computed from all tokens and without slots."""
+    rows, _ = rows_with_states(num_states=0, keeps_states=True)
+    return rows.run([tokens])[0]
+
+
+def test_rows_keep_their_states() -> None:
+    rows, engine = rows_with_states()
+    first, second = TOKENS[:19], TOKENS[5:12]
+    found = [rows.run([first[:11], second[:3]]), rows.run([first[11:], second[3:]], [11, 3])]
+    for row, tokens in enumerate((first, second)):
+        joined = np.concatenate([logits[row] for logits in found])
+        np.testing.assert_array_equal(joined, with_all_tokens(tokens))
+    assert engine.cache.state_pool.num_used == 2
+    engine.cache.check_integrity([row.table for row in rows._rows.values()])
+    [again, _] = rows.run([second, None])
+    np.testing.assert_array_equal(again, with_all_tokens(second))
+    rows.clear()
+    assert engine.cache.state_pool.num_used == 0
+
+
+def test_a_row_with_a_state_goes_on_where_it_ended_or_begins_anew() -> None:
+    rows, _ = rows_with_states()
+    rows.run([TOKENS[:9]])
+    with pytest.raises(RequestError, match=r"is 5; .* goes on where it ended \(9\) or begins anew"):
+        rows.run([[1]], [5])
+    [logits] = rows.run([[1]], [9])
+    np.testing.assert_array_equal(logits, with_all_tokens([*TOKENS[:9], 1])[9:])
+
+
+def test_rows_leave_the_states_that_requests_need() -> None:
+    rows, engine = rows_with_states()
+    rows.run([[1], [2], [3]])
+    for index in range(3):
+        engine.add_request([index + 5] * 6, SamplingParams(max_tokens=9))
+    for _ in engine.run():
+        assert engine.stats.num_preemptions == 0
+    rows.run([[4], [5], [6]], 1)  # as many as a batch holds: each has its own
+    with pytest.raises(RequestError, match=r"there are 4 rows, each with a state, .* holds 3"):
+        rows.run([None, None, None, [4]])
+    rows.clear(0)
+    rows.run([None, None, None, [4]])
+
+
+def test_rows_of_a_failed_step_go_on_from_their_states() -> None:
+    rows, engine = rows_with_states()
+    executor = engine.executor
+    assert isinstance(executor, StateExecutor)
+    rows.run([TOKENS[:3], TOKENS[:4]])
+    executor.faults.nan = lambda row: row.sequence_id == 1
+    with pytest.raises(RowFaultError, match=r"rows\[1\]"):
+        rows.run([[7], [8]], [3, 4])
+    executor.faults.nan = lambda row: False
+    found = rows.run([[7], [8]], [3, 4])
+    np.testing.assert_array_equal(found[0], with_all_tokens([*TOKENS[:3], 7])[3:])
+    np.testing.assert_array_equal(found[1], with_all_tokens([*TOKENS[:4], 8])[4:])
+
+
+def test_a_row_whose_state_is_lost_begins_anew() -> None:
+    rows, engine = rows_with_states()
+    executor = engine.executor
+    assert isinstance(executor, StateExecutor)
+    rows.run([TOKENS[:3]])
+    executor.faults.nan = lambda row: row.start > 3  # the second step
+    with pytest.raises(RowFaultError):
+        rows.run([TOKENS[3:20]], [3])
+    assert engine.cache.state_pool.num_used == 0
+    assert engine.snapshot().kv_usage == 0.0
+    with pytest.raises(RequestError, match="the row has 0 tokens so far"):
+        rows.run([[7]], [3])

@@ -271,6 +271,7 @@ def test_embeddings_are_vectors_of_length_one(text_model: Path, text_llm: LLM) -
     assert together.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1.0, rtol=1e-6)
     np.testing.assert_array_equal(text_llm.embed("a hill"), together[1:2])
+    assert text_llm.embed([]).shape == (0, together.shape[1])
     with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt is empty"):
         text_llm.embed(["the sea", ""])
 

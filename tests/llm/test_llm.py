@@ -24,6 +24,7 @@ from quire import (
     UnsupportedModelError,
 )
 from quire.core.errors import RowFaultError
+from quire.executors.fake import FakeExecutor
 from quire.executors.worker import StepWorker
 from quire.llm.prompts import Prompt
 
@@ -188,7 +189,7 @@ def test_a_bad_conversation_fails_alone(text_llm: LLM) -> None:
 
 def test_a_model_that_cannot_chat_says_so(llm: LLM, tmp_path: Path) -> None:
     question = [{"role": "user", "content": "hi"}]
-    with pytest.raises(RequestError, match="no tokenizer, so it cannot chat; use generate"):
+    with pytest.raises(RequestError, match="no tokenizer, so it cannot chat: it completes"):
         llm.chat(question)
     plain = write_text_model(tmp_path / "plain.gguf", chat_template=None)
     with LLM(plain, kv_memory=KV_MEMORY) as model:
@@ -284,6 +285,16 @@ def test_a_batch_size_that_cannot_be_leaves_everything_as_it_was(llm: LLM, size:
     assert llm.max_batch_size == 64
     llm.forward_batch([[3]], [2])
     llm.clear()
+
+
+def test_a_batch_larger_than_there_are_states_for_is_refused(llm: LLM) -> None:
+    executor = FakeExecutor(num_states=12)
+    assembly = replace(llm._open, executor=executor)
+    ahead = assembly.options.engine_config().plan_ahead
+    most = 12 // (3 + ahead)
+    assert assembly.with_batch_size(most).options.max_batch_size == most
+    with pytest.raises(ConfigError, match=rf"loaded with states for {most} sequences: load it ag"):
+        assembly.with_batch_size(most + 1)
 
 
 def test_an_interrupted_call_leaves_a_sound_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Cores and memory within the limits of cgroups, and how large the KV cache is made."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,39 @@ def test_more_than_the_machine_has_is_refused_with_figures() -> None:
 def test_weights_that_do_not_fit_are_refused_before_they_are_loaded() -> None:
     with pytest.raises(ConfigError, match=r"weights take 1\.0 GiB .* has 512\.0 MiB available"):
         MemoryPlan(1 << 30, 64 << 10, 512 * MIB).pool_bytes(None)
+
+
+def test_states_are_taken_beside_the_weights() -> None:
+    plan = replace(PLAN, state_bytes=4 * MIB, num_states=64)
+    assert plan.taken == 356 * MIB
+    assert plan.pool_bytes(None) == 384 * MIB
+    with pytest.raises(
+        ConfigError,
+        match=r"the weights and 64 states of sequences take 356\.0 MiB, .* at most 768\.0 MiB",
+    ):
+        plan.pool_bytes("1GiB")
+    with pytest.raises(
+        ConfigError,
+        match=r"weights, what steps work in and 300 states of sequences take 1\.3 GiB .* smaller",
+    ):
+        replace(plan, num_states=300, workspace=MIB).pool_bytes(None)
+    with pytest.raises(ConfigError, match=r"weights and what steps work in take 1\.1 GiB"):
+        replace(PLAN, workspace=1 << 30, weights=101 * MIB).pool_bytes(None)
+
+
+def test_fewer_states_are_made_where_memory_is_short() -> None:
+    plan = replace(PLAN, state_bytes=4 * MIB)
+    assert plan.available == 1124 * MIB
+    assert PLAN.with_states(200, 3, None).num_states == 0, "no layer keeps any"
+    assert replace(plan, available=None).with_states(200, 3, None).num_states == 200
+    assert plan.with_states(100, 3, None).num_states == 100
+    assert plan.with_states(200, 3, None).num_states == 128, "the other half is for the cache"
+    assert plan.with_states(200, 3, "824MiB").num_states == 50
+    assert plan.with_states(200, 3, "824MiB").pool_bytes("824MiB") == 824 * MIB
+    few = plan.with_states(200, 3, "1020MiB")
+    assert few.num_states == 3
+    with pytest.raises(ConfigError, match=r"weights and 3 states of sequences take 112\.0 MiB"):
+        few.pool_bytes("1020MiB")
 
 
 def test_a_context_that_the_cache_cannot_hold_is_refused_with_figures() -> None:

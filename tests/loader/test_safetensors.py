@@ -90,9 +90,9 @@ def test_config_and_the_files_beside_the_model_are_found(tmp_path: Path) -> None
 
 
 def test_another_type_is_named_with_what_is_supported(tmp_path: Path) -> None:
-    header = {QUERY: {"dtype": "I8", "shape": [2], "data_offsets": [0, 2]}}
+    header = {QUERY: {"dtype": "F8_E5M2", "shape": [2], "data_offsets": [0, 2]}}
     content = with_header(json.dumps(header).encode(), b"ab")
-    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight' has type I8; .*BF16"):
+    with pytest.raises(UnsupportedModelError, match=r"q_proj.weight' has type F8_E5M2; .*BF16"):
         SafetensorsFolder(write_folder(tmp_path, content))
 
 

@@ -43,11 +43,11 @@ def flat_spec(**sizes: Any) -> ModelSpec:
 
 def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
     """The spec with these changes in the attention of every layer."""
-    layers = [replace(layer, mixer=replace(layer.mixer, **changes)) for layer in spec.layers]
+    layers = [replace(layer, mixer=replace(layer.attention, **changes)) for layer in spec.layers]
     return replace(spec, layers=tuple(layers))
 
 
 def biases(spec: ModelSpec) -> tuple[bool, bool, bool]:
     """Of queries, keys and values; of the attention's output; of the feed-forward."""
     layer = spec.layers[0]
-    return layer.mixer.qkv_bias, layer.mixer.output_bias, layer.feed_forward.has_bias
+    return layer.attention.qkv_bias, layer.attention.output_bias, layer.feed_forward.has_bias

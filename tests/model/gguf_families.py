@@ -13,6 +13,7 @@ import numpy.typing as npt
 from quire.loader.gguf_writer import Field, write_gguf
 from quire.loader.reading import Bytes
 from quire.model.loading import Model
+from quire.model.states import StateMixer
 from quire.quant.formats import Format, format_named
 
 Floats = npt.NDArray[np.float32]
@@ -22,6 +23,7 @@ Config = dict[str, Any]
 ARCHITECTURES = {
     "phi3": "phi3",
     "phi3-long": "phi3",
+    "phimoe": "phimoe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
@@ -29,6 +31,8 @@ ARCHITECTURES = {
     "gemma4-experts": "gemma4",
     "qwen3moe": "qwen3moe",
     "qwen2moe": "qwen2moe",
+    "qwen": "qwen",
+    "baichuan": "baichuan",
     "mixtral": "llama",
     "gpt-oss": "gpt-oss",
     "olmoe": "olmoe",
@@ -38,8 +42,10 @@ ARCHITECTURES = {
     "granite": "granite",
     "granite-shared": "granite",
     "granitemoe": "granitemoe",
+    "granitemoe-shared": "granitemoe",
     "ministral3": "mistral3",
     "arcee": "arcee",
+    "apertus": "apertus",
     "nemotron": "nemotron",
     "stablelm": "stablelm",
     "olmo": "olmo",
@@ -52,6 +58,8 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2",
     "seed_oss": "seed_oss",
     "exaone4": "exaone4",
+    "exaone-moe": "exaone-moe",
+    "afmoe": "afmoe",
     "glm4moe": "glm4moe",
     "llama4": "llama4",
     "solar_open": "glm4moe",
@@ -60,24 +68,45 @@ ARCHITECTURES = {
     "phi2": "phi2",
     "gptneox": "gptneox",
     "gptneox-after": "gptneox",
+    "gpt2": "gpt2",
+    "bloom": "bloom",
+    "mpt": "mpt",
+    "starcoder": "starcoder",
+    "falcon": "falcon",
+    "falcon-one-key": "falcon",
     "internlm2": "internlm2",
     "internlm3": "llama",
     "exaone": "exaone",
     "minicpm": "minicpm",
+    "minicpm3": "minicpm3",
     "hunyuan-dense": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
     "ernie4_5-moe": "ernie4_5-moe",
     "minimax-m2": "minimax-m2",
+    "qwen3next": "qwen3next",
+    "qwen35": "qwen35",
+    "qwen35moe": "qwen35moe",
+    "lfm2": "lfm2",
+    "lfm2moe": "lfm2moe",
+    "granitehybrid": "granitehybrid",
+    "granitehybrid-dense": "granitehybrid",
     "deepseek2": "deepseek2",
     "deepseek2-lite": "deepseek2",
+    "kimi_k2": "deepseek2",
+    "deepseek": "deepseek",
+    "bailingmoe": "bailingmoe",
+    "bailingmoe2": "bailingmoe2",
 }
 PERMUTED = {"llama", "mistral3", "smollm3", "granite", "granitemoe", "arcee", "olmo"}
-PERMUTED |= {"internlm2", "minicpm"}
-FUSED_QKV = {"phi3", "chatglm", "gptneox"}
+PERMUTED |= {"baichuan", "internlm2", "minicpm", "granitehybrid", "deepseek", "bailingmoe"}
+FUSED_QKV = {"phi3", "chatglm", "gptneox", "gpt2", "starcoder", "falcon", "bailingmoe2"}
+FUSED_QKV |= {"qwen", "bloom", "mpt"}
 FUSED_GATE = {"phi3", "glm4", "chatglm"}
-WITH_PATTERN = {"olmo2", "exaone4", "gemma4"}
+WITH_PATTERN = {"olmo2", "exaone4", "exaone-moe", "gemma4"}
 WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
-NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe"}  # it is called post_attention_norm
+DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
+# It is called post_attention_norm.
+NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe", *DELTA_NETS}
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,8 @@ def write_family(
     architecture = ARCHITECTURES[case]
     tensors = {name: tensor.to_float32() for name, tensor in model.tensors.items()}
     own = _fields(architecture, config) | _scaling(architecture, config, tensors)
-    if (config.get("rope_scaling") or {}).get("rope_type") == "llama3":
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if scaling.get("rope_type") == "llama3":
         rope = model.spec.rope
         plain = replace(rope, scaling=None).frequencies()
         tensors["rope_freqs.weight"] = (plain / rope.frequencies()).astype(np.float32)
@@ -117,6 +147,8 @@ def write_family(
         "general.architecture": architecture,
         "tokenizer.ggml.model": "none",  # which llama.cpp wants said
     }
+    if architecture == "apertus":
+        fields |= _xielu(tensors, config["num_hidden_layers"])
     if architecture == "gemma4":
         tensors = _fused_experts(tensors)
     if architecture == "glm4moe":  # a layer that predicts a further token comes last
@@ -130,8 +162,12 @@ def write_family(
             for name in ("attention.key_length", "attention.value_length")
         }
         own["attention.head_count_kv"] = config["num_attention_heads"]
+    if is_old or architecture == "minicpm3":
         tensors = _joined_kv_b(tensors)
     fields |= {f"{architecture}.{key}": value for key, value in own.items()}
+    if architecture == "qwen35moe":  # no layer is dense
+        del fields[f"{architecture}.feed_forward_length"]
+    tensors = _with_states(architecture, model, tensors)
     written = _renamed(architecture, _fused(architecture, _permuted(architecture, config, tensors)))
     write_gguf(path, fields, [Written(name, weights) for name, weights in written.items()])
     return path
@@ -141,18 +177,21 @@ def write_family(
 
 
 def _fields(architecture: str, config: Config) -> dict[str, Field]:
+    if architecture in _ALONE:
+        return _ALONE[architecture](config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope: Config = config.get("rope_parameters") or {}
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    base = rope.get("full_attention", rope).get("rope_theta", config.get("rope_theta"))
+    usual = config.get("rope_theta", config.get("rotary_emb_base", 10000.0))
+    base = rope.get("full_attention", rope).get("rope_theta", usual)
     fields: dict[str, Field] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "block_count": config.get("num_hidden_layers") or config["num_layers"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
-        "attention.head_count_kv": config["num_key_value_heads"] or heads,
+        "attention.head_count_kv": config.get("num_key_value_heads") or heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.dimension_count": int(head_dim * share),
@@ -198,9 +237,9 @@ def _expert_fields(config: Config) -> dict[str, Field]:
     }
     if config.get("moe_intermediate_size"):
         fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
-    if config.get("shared_expert_intermediate_size"):
-        name = "expert_shared_feed_forward_length"
-        fields[name] = config["shared_expert_intermediate_size"]
+    for name in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if config.get(name):
+            fields["expert_shared_feed_forward_length"] = config[name]
     return fields
 
 
@@ -236,6 +275,37 @@ def _deepseek(config: Config) -> dict[str, Field]:
     if config["q_lora_rank"] is not None:
         fields["attention.q_lora_rank"] = config["q_lora_rank"]
     return fields | _deepseek_experts(config)
+
+
+def _ling(config: Config) -> dict[str, Field]:
+    """DeepSeek's first mixture, and Ling's."""
+    counts = (config.get("num_shared_experts"), config.get("n_shared_experts"))
+    fields: dict[str, Field] = {
+        "rope.scaling.type": "none",
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_shared_count": next(count for count in counts if count),
+        "expert_weights_scale": float(config.get("routed_scaling_factor", 1.0)),
+    }
+    if "num_shared_experts" in config:
+        fields["expert_weights_norm"] = config["norm_topk_prob"]
+    return fields
+
+
+def _ling2(config: Config) -> dict[str, Field]:
+    return _ling(config) | {
+        "block_count": config["num_hidden_layers"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_gating_func": 2,
+        "expert_group_count": config["n_group"],
+        "expert_group_used_count": config["topk_group"],
+        "nextn_predict_layers": 0,
+    }
+
+
+def _exaone_moe(config: Config) -> dict[str, Field]:
+    size = config["moe_intermediate_size"] * config["num_shared_experts"]
+    own: dict[str, Field] = {"expert_gating_func": 2, "expert_shared_feed_forward_length": size}
+    return _ling(config) | own
 
 
 def _llama4(config: Config) -> dict[str, Field]:
@@ -318,8 +388,158 @@ def _granite(config: Config) -> dict[str, Field]:
     }
 
 
+def _delta_net(config: Config) -> dict[str, Field]:
+    heads = config["linear_num_value_heads"]
+    fields: dict[str, Field] = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "full_attention_interval": 4,
+    }
+    if config["model_type"] != "qwen3_next":
+        fields["rope.dimension_sections"] = [2, 1, 1, 0]
+    return fields
+
+
+def _by_attention(config: Config, value: int) -> list[int]:
+    """A number for each layer: 0 in those that keep a state."""
+    full = ("full_attention", "attention")
+    return [value if kind in full else 0 for kind in config["layer_types"]]
+
+
+def _lfm2(config: Config) -> dict[str, Field]:
+    fields: dict[str, Field] = {
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.head_count_kv": _by_attention(config, config["num_key_value_heads"]),
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+    }
+    if "num_experts" not in config:
+        multiple = config["block_multiple_of"]
+        fields["feed_forward_length"] = -(-(2 * config["intermediate_size"] // 3) // multiple) * (
+            multiple
+        )
+        return fields
+    return fields | {
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_gating_func": 2,
+    }
+
+
+def _granite_hybrid(config: Config) -> dict[str, Field]:
+    heads, shared = config["mamba_n_heads"], config["shared_intermediate_size"]
+    fields: dict[str, Field] = {
+        "attention.head_count_kv": _by_attention(config, config["num_key_value_heads"]),
+        "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": heads * config["mamba_d_head"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": heads,
+    }
+    if config["num_local_experts"]:
+        return fields | {"expert_shared_feed_forward_length": shared}
+    return fields | {"feed_forward_length": shared}
+
+
+def _xielu(tensors: dict[str, Floats], num_layers: int) -> dict[str, Field]:
+    """Takes the numbers of each layer out, and what softplus makes them of."""
+    numbers = np.array([tensors.pop(f"blk.{x}.ffn_xielu.weight") for x in range(num_layers)])
+    alpha, other, beta, epsilon = numbers.T.astype(np.float64)
+    found = {"alpha_p": alpha, "alpha_n": other - beta}
+    found = {name: np.log(np.expm1(values)) for name, values in found.items()}
+    found |= {"beta": beta, "eps": epsilon}
+    return {f"xielu.{name}": values.tolist() for name, values in found.items()}
+
+
 def _gpt_oss(config: Config) -> dict[str, Field]:
     return {"expert_feed_forward_length": config["intermediate_size"]}
+
+
+def _gpt2(config: Config) -> dict[str, Field]:
+    return {
+        "context_length": config["n_positions"],
+        "embedding_length": config["n_embd"],
+        "block_count": config["n_layer"],
+        "feed_forward_length": 4 * config["n_embd"],
+        "attention.head_count": config["n_head"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _starcoder(config: Config) -> dict[str, Field]:
+    own: dict[str, Field] = {"feed_forward_length": config["n_inner"], "attention.head_count_kv": 1}
+    return _gpt2(config) | own
+
+
+def _falcon(config: Config) -> dict[str, Field]:
+    has_one = not config["new_decoder_architecture"]
+    return {
+        "context_length": 2048,
+        "tensor_data_layout": "jploski",
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": 4 * config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": 1 if has_one else config["num_kv_heads"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _minicpm3(config: Config) -> dict[str, Field]:
+    return {
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": config["kv_lora_rank"],
+        "attention.key_length": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "rope.dimension_count": config["qk_rope_head_dim"],
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _mpt(config: Config) -> dict[str, Field]:
+    return {
+        "context_length": config["max_seq_len"],
+        "embedding_length": config["d_model"],
+        "block_count": config["n_layers"],
+        "feed_forward_length": 4 * config["d_model"],
+        "attention.head_count": config["n_heads"],
+        "attention.layer_norm_epsilon": 1e-5,
+        "attention.max_alibi_bias": float(config["attn_config"]["alibi_bias_max"]),
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def _bloom(config: Config) -> dict[str, Field]:
+    return {
+        "context_length": config["seq_length"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": 4 * config["hidden_size"],
+        "block_count": config["n_layer"],
+        "attention.head_count": config["n_head"],
+        "attention.head_count_kv": config["n_head"],
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "vocab_size": config["vocab_size"],
+    }
+
+
+_ALONE: dict[str, Callable[[Config], dict[str, Field]]] = {
+    "bloom": _bloom,
+    "mpt": _mpt,
+    "minicpm3": _minicpm3,
+    "gpt2": _gpt2,
+    "starcoder": _starcoder,
+    "falcon": _falcon,
+}
 
 
 def _nothing(_: Config) -> dict[str, Field]:
@@ -337,12 +557,27 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
         "residual_scale": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
         "logit_scale": config["hidden_size"] / config["dim_model_base"],
     },
+    "deepseek": _ling,
+    "bailingmoe": _ling,
+    "bailingmoe2": _ling2,
+    "exaone-moe": _exaone_moe,
+    "afmoe": lambda config: {
+        "leading_dense_block_count": config["num_dense_layers"],
+        "expert_shared_count": config["num_shared_experts"],
+        "expert_weights_scale": config["route_scale"],
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+    },
     "deepseek2": _deepseek,
     "mistral4": _deepseek,
     "llama4": _llama4,
     "gemma4": _gemma4,
     "gpt-oss": _gpt_oss,
     "granite": _granite,
+    **dict.fromkeys(DELTA_NETS, _delta_net),
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
+    "granitehybrid": _granite_hybrid,
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan,
     "ernie4_5-moe": _ernie_moe,
@@ -354,13 +589,15 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
 
 
 def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> dict[str, Field]:
-    rope: Config = config.get("rope_parameters") or {}
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind == "longrope":
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], np.float32)
             tensors[f"rope_factors_{name}.weight"] = factors
+        if architecture == "minicpm3":
+            return {}
         original = int(config["original_max_position_embeddings"])
         factor = config["max_position_embeddings"] / original
         return {
@@ -372,7 +609,7 @@ def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> d
         num_pairs, share = own["head_dim"] // 2, rope["partial_rotary_factor"]
         turned = np.arange(num_pairs) < num_pairs * share
         tensors["rope_freqs.weight"] = np.where(turned, 1.0, 1e30).astype(np.float32)
-    if kind in ("default", "proportional", "dynamic"):
+    if kind in ("default", "proportional", "dynamic", "llama3"):  # the last is a tensor
         return {}
     fields: dict[str, Field] = {"rope.scaling.type": kind, "rope.scaling.factor": rope["factor"]}
     if kind == "yarn":
@@ -397,7 +634,8 @@ def _scaling(architecture: str, config: Config, tensors: dict[str, Floats]) -> d
 def _permuted(architecture: str, config: Config, tensors: dict[str, Floats]) -> dict[str, Floats]:
     if architecture not in PERMUTED:
         return tensors
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    num_heads = config["num_attention_heads"]
+    heads = {"attn_q": num_heads, "attn_k": config.get("num_key_value_heads", num_heads)}
     found = {}
     for name, weights in tensors.items():
         part = name.split(".")[-2]
@@ -442,7 +680,80 @@ def _joined_kv_b(tensors: dict[str, Floats]) -> dict[str, Floats]:
     return found
 
 
+_OF_LFM2 = {
+    "output_norm": "token_embd_norm",
+    "ssm_in": "shortconv.in_proj",
+    "ssm_conv1d": "shortconv.conv",
+    "ssm_out": "shortconv.out_proj",
+}
+
+
+def _with_states(architecture: str, model: Model, tensors: dict[str, Floats]) -> dict[str, Floats]:
+    """Tensors of layers with a state, and what is beside them, as converters write them."""
+    found = dict(tensors)
+    for index, part in model.spec.states.items():
+        prefix = f"blk.{index}."
+        own = {
+            name.removeprefix(prefix): found.pop(name)
+            for name in [n for n in found if n.startswith(f"{prefix}ssm_")]
+        }
+        if architecture in DELTA_NETS:
+            own = _delta_net_tensors(architecture, part, own)
+        elif architecture == "granitehybrid":
+            names = [f"ssm_{name}.weight" for name in ("gate", "in", "alpha")]
+            own["ssm_in.weight"] = np.concatenate([own.pop(name) for name in names])
+            own["ssm_norm.weight"] = own["ssm_norm.weight"].reshape(part.num_groups, -1)
+            own |= {name: own.pop(f"{name}.weight")[:, None] for name in ("ssm_a", "ssm_d")}
+        found |= {prefix + name: weights for name, weights in own.items()}
+    if architecture.startswith("lfm2"):
+        for theirs, ours in _OF_LFM2.items():
+            found = {name.replace(theirs, ours): weights for name, weights in found.items()}
+    if architecture in DELTA_NETS:
+        for name in [n for n in found if n.endswith(".attn_q.weight")]:
+            gate = found.pop(name.replace("attn_q", "attn_gate"))
+            heads = (model.spec.num_heads, -1, gate.shape[1])
+            both = np.concatenate([found[name].reshape(heads), gate.reshape(heads)], axis=1)
+            found[name] = both.reshape(-1, gate.shape[1])
+    return found
+
+
+def _delta_net_tensors(
+    architecture: str, part: StateMixer, tensors: dict[str, Floats]
+) -> dict[str, Floats]:
+    if architecture != "qwen3next":  # heads take turns with groups
+        tensors = {name: _tiled(part, name, weights) for name, weights in tensors.items()}
+    renamed = {"ssm_in.weight": "attn_qkv.weight", "ssm_gate.weight": "attn_gate.weight"}
+    renamed["ssm_a.weight"] = "ssm_a"
+    found = {renamed.get(name, name): weights for name, weights in tensors.items()}
+    if architecture == "qwen3next":
+        both = [found.pop(f"ssm_{name}.weight") for name in ("beta", "alpha")]
+        grouped = [x.reshape(part.num_groups, -1, x.shape[1]) for x in both]
+        found["ssm_ba.weight"] = np.concatenate(grouped, axis=1).reshape(-1, both[0].shape[1])
+    return found
+
+
+def _tiled(part: StateMixer, name: str, weights: Floats) -> Floats:
+    """Heads of values reordered, from those of each group in turn to one of each group in turn."""
+
+    def turned(rows: Floats) -> Floats:
+        heads = rows.reshape(part.num_groups, part.num_heads // part.num_groups, -1)
+        return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
+
+    match name.split(".")[0]:
+        case "ssm_in" | "ssm_conv1d":
+            keys = 2 * part.group_size
+            return np.concatenate([weights[:keys], turned(weights[keys:])])
+        case "ssm_gate" | "ssm_alpha" | "ssm_beta" | "ssm_a" | "ssm_dt":
+            return turned(weights)
+        case "ssm_out":
+            return np.ascontiguousarray(turned(np.ascontiguousarray(weights.T)).T)
+    return weights
+
+
 def _renamed(architecture: str, tensors: dict[str, Floats]) -> dict[str, Floats]:
+    if architecture == "falcon" and "blk.0.ffn_norm.weight" in tensors:
+        found = {n.replace(".attn_norm.", ".attn_norm_2."): w for n, w in tensors.items()}
+        return {n.replace(".ffn_norm.", ".attn_norm."): w for n, w in found.items()}
     if architecture not in NORM_BEFORE_FEED:
         return tensors
     return {n.replace(".ffn_norm.", ".post_attention_norm."): w for n, w in tensors.items()}

@@ -20,9 +20,12 @@ from quire.model.spec import Experts, Layer
 BOUND = 2e-3  # of the normalised mean squared error
 STORED = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
 DUMMIES = {"gpt-oss-mxfp4": "dummy:tiny-gpt-oss"}  # drawn models are too narrow for blocks
-CASES = [*STORED, *ARCHITECTURES, *DUMMIES]
-# What llama.cpp reads off the number of layers: windows, norms of queries and keys, no q_lora_rank.
-NUM_LAYERS = {"exaone4": 64, "command-r": 64, "deepseek2-lite": 27}
+# llama.cpp takes layer norms of phimoe for RMS norms, and its router for a softmax.
+UNLIKE = {"phimoe"}
+CASES = [*STORED, *(case for case in ARCHITECTURES if case not in UNLIKE), *DUMMIES]
+# What llama.cpp reads off the number of layers: windows, norms of queries and keys, no q_lora_rank,
+# rope.
+NUM_LAYERS = {"exaone4": 64, "command-r": 64, "deepseek2-lite": 27, "baichuan": 32}
 # What the file says and llama.cpp computes otherwise: it reads no window of these,
 WITHOUT_WINDOWS = {"mistral", "phi3"}
 # and scores groups of experts by their best two, where DeepSeek V2 was trained with the best one.
@@ -69,7 +72,7 @@ def computed(case: str, path: Path, *, as_llama_cpp: bool) -> Floats:
 
 def _as_llama_cpp(case: str, layer: Layer) -> Layer:
     if case in WITHOUT_WINDOWS:
-        return replace(layer, mixer=replace(layer.mixer, window=None))
+        return replace(layer, mixer=replace(layer.attention, window=None))
     feed = layer.feed_forward
     if case in BEST_TWO and isinstance(feed, Experts):
         router = replace(feed.router, num_group_best=2)

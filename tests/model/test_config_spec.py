@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,16 @@ from tests.model.flat_spec import biases
 from tests.oracles.drawn_weights import drawn
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.model.config_spec import spec_from_config
+from quire.model.config_spec import config_family, spec_from_config
 from quire.model.loading import load_model
-from quire.model.rope import DivisorScaling, LinearScaling, Llama3Scaling, Rope, YarnScaling
+from quire.model.rope import (
+    DivisorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    YarnScaling,
+)
 from quire.model.spec import Activation, Experts, ModelSpec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
@@ -165,7 +173,7 @@ def test_yarn_makes_the_context_as_long_as_it_says() -> None:
 
 
 def ropes(config: dict[str, Any]) -> list[Rope]:
-    found = [layer.mixer.rope for layer in spec_from_config(config).layers]
+    found = [layer.attention.rope for layer in spec_from_config(config).layers]
     return [rope for rope in found if rope is not None]
 
 
@@ -186,6 +194,22 @@ def test_deepseek_may_keep_the_halves_of_its_rope_apart() -> None:
     assert found == [True, False]
     with pytest.raises(UnsupportedModelError, match="rope_interleave = True is not supported"):
         spec(rope_interleave=True)
+
+
+def test_phis_mixtures_scale_their_rope_as_they_say() -> None:
+    config = drawn_config("phimoe")
+    rope = config["rope_parameters"]
+    old = {"type": "longrope", **rope, "long_mscale": 1.3, "short_mscale": 1.3}
+    del old["rope_type"]
+    found = ropes({**config, "rope_parameters": None, "rope_scaling": old})[0].scaling
+    assert isinstance(found, LongScaling) and found.attention_factor == 1.3
+    other = {**rope, "long_mscale": 1.3}
+    with pytest.raises(UnsupportedModelError, match=r"short_mscale = .* supported: 1\.3, the"):
+        spec_from_config({**config, "rope_parameters": other})
+    with pytest.raises(UnsupportedModelError, match=r"router_jitter_noise = 0\.1 is not supp"):
+        spec_from_config({**config, "router_jitter_noise": 0.1})
+    with pytest.raises(UnsupportedModelError, match="chooses two experts, not 3"):
+        spec_from_config({**config, "num_experts_per_tok": 3})
 
 
 @pytest.mark.parametrize(
@@ -212,7 +236,7 @@ def test_rope_scaling_that_we_do_not_compute_is_refused(
 def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"'maxima' \(model_type\).*supported: arcee, bitnet, cohere, .*, llama, .*, qwen3",
+        match=r"'maxima' \(model_type\).*supported: .*arcee, .*bitnet, .*, llama, .*, qwen3",
     ):
         spec("maxima")
 
@@ -221,9 +245,8 @@ def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
     ("name", "part"),
     [
         ("mamba", "state-space layers"),
-        ("qwen3_next", "gated delta networks"),
-        ("lfm2", "short convolutions"),
-        ("gpt2", "learned positions"),
+        ("kimi_linear", "gated delta networks of another kind"),
+        ("opt", "learned positions that begin at the second"),
     ],
 )
 def test_what_a_known_architecture_has_beyond_us_is_said(name: str, part: str) -> None:
@@ -233,13 +256,6 @@ def test_what_a_known_architecture_has_beyond_us_is_said(name: str, part: str) -
         "quire does not run$",
     ):
         spec(name)
-
-
-def test_state_space_layers_of_granite_4_are_refused_before_its_experts() -> None:
-    config = {**drawn_config("granite-shared"), "num_local_experts": 8}
-    config["layer_types"] = ["mamba", "attention", "mamba", "mamba"]
-    with pytest.raises(UnsupportedModelError, match=r"layer_types = \['mamba', .*is not supported"):
-        spec_from_config(config)
 
 
 def test_soft_caps_are_read_and_null_is_none() -> None:
@@ -307,6 +323,9 @@ def test_what_transformers_writes_today_is_read(family: str) -> None:
     assert found.tied_head is config["tie_word_embeddings"]
 
 
+WITHOUT_USUAL_LAYERS = ("ministral", "granitemoehybrid", "lfm2", "lfm2_moe")
+
+
 def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
     """As files on the hub mostly are: rope_theta and rope_scaling, and no list of layers."""
     if "rope_scaling" in config:
@@ -326,7 +345,7 @@ def in_the_older_form(config: dict[str, Any]) -> dict[str, Any]:
             old[key] = rope.pop(key)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
-    if config["model_type"] not in ("ministral", "granitemoehybrid"):  # without a usual list
+    if config["model_type"] not in WITHOUT_USUAL_LAYERS:
         del_layers = old.pop("layer_types", None)
         assert del_layers is None or len(del_layers) == config["num_hidden_layers"]
     return old
@@ -400,23 +419,50 @@ def test_what_other_models_of_a_family_compute_is_refused_by_name() -> None:
             spec_from_config({**config, key: value})
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("layer_types", None),
-        ("layer_types", ["attention", "mamba", "attention", "attention"]),
-        ("position_embedding_type", "nope"),
-        ("num_local_experts", 62),
-        ("num_local_experts", None),
-    ],
-)
-def test_granite_4_runs_without_state_space_layers_and_experts(key: str, value: object) -> None:
-    config = drawn_config("granite-shared")
-    assert spec_from_config({**config, "layer_types": ["attention"] * 4}).num_layers == 4
-    del config[key]
-    changed = config if value is None else {**config, key: value}
-    with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
-        spec_from_config(changed)
+def test_granite_4_has_states_experts_and_rope_where_its_file_says_so() -> None:
+    config = drawn_config("granitehybrid-dense")
+    found = spec_from_config(config)
+    assert [*found.states] == [0, 2, 3] and found.attention.rope is not None
+    kinds = ["mamba", "attention", "attention", "mamba"]
+    older = {**config, "layer_types": None, "layers_block_type": kinds, "num_local_experts": 8}
+    found = spec_from_config({**older, "num_experts_per_tok": 2, "position_embedding_type": "nope"})
+    assert [*found.states] == [0, 3] and found.attention.rope is None
+    assert all(isinstance(layer.feed_forward, Experts) for layer in found.layers)
+    for key, value in (
+        ("layer_types", ["mamba", "attention", "conv1d", "mamba"]),
+        ("mamba_proj_bias", True),
+        ("time_step_limit", [0.0, 1.5]),
+        ("hidden_act", "gelu"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
+            spec_from_config({**config, key: value})
+    with pytest.raises(UnsupportedModelError, match="without any attention"):
+        spec_from_config({**config, "layer_types": None})
+
+
+def test_an_lfm2_may_say_which_layers_attend() -> None:
+    config = drawn_config("lfm2")
+    listed = {**config, "layer_types": None, "full_attn_idxs": [1]}
+    assert spec_from_config(listed) == spec_from_config(config)
+    with pytest.raises(UnsupportedModelError, match=r"layer_types = .* is not supported"):
+        spec_from_config({**config, "layer_types": ["mamba", "full_attention", "conv", "conv"]})
+    for key in ("conv_bias", "conv_L_cache"):
+        with pytest.raises((UnsupportedModelError, ModelFileError), match=key):
+            spec_from_config({**config, key: True})
+
+
+def test_a_delta_net_attends_in_every_fourth_layer_unless_its_file_says_otherwise() -> None:
+    config = {**drawn_config("qwen35"), "layer_types": None}
+    assert [*spec_from_config(config).attentions] == [3]
+    assert [*spec_from_config({**config, "full_attention_interval": 2}).attentions] == [1, 3]
+
+
+@pytest.mark.parametrize(("case", "has_gate"), [("qwen35", True), ("qwen3moe", False)])
+def test_a_gate_on_what_attention_leaves_is_the_family_s(case: str, has_gate: bool) -> None:
+    config = drawn_config(case)
+    assert spec_from_config({**config, "attn_output_gate": has_gate}) == spec_from_config(config)
+    with pytest.raises(UnsupportedModelError, match=f"attn_output_gate = {not has_gate} is not"):
+        spec_from_config({**config, "attn_output_gate": not has_gate})
 
 
 def test_layers_with_experts_may_be_listed() -> None:
@@ -501,3 +547,56 @@ def test_configs_with_the_fields_of_published_models_have_their_weights(name: st
     config = json.loads((FIXTURES / "published-configs.json").read_text())[name]
     weights = sum(math.prod(shape) for shape in tensor_shapes(spec_from_config(config)).values())
     assert weights / 1e9 == pytest.approx(PUBLISHED[name], rel=3e-3)
+
+
+def test_lings_second_models_have_the_type_of_its_first() -> None:
+    families = [config_family(drawn_config(case)).name for case in ("bailingmoe", "bailingmoe2")]
+    assert families == ["bailingmoe", "bailingmoe2"]
+    later = {**drawn_config("bailingmoe2"), "model_type": "bailing_moe_v2"}
+    assert spec_from_config(later) == spec_from_config(drawn_config("bailingmoe2"))
+    with pytest.raises(UnsupportedModelError, match="norm_head = True is not supported"):
+        spec_from_config({**drawn_config("bailingmoe"), "norm_head": True})
+
+
+def test_baichuans_are_told_by_their_sizes() -> None:
+    config = drawn_config("baichuan")
+    large = spec_from_config({**config, "num_hidden_layers": 40})  # the 13B
+    assert large.ropes == () and large.attention.alibi == 8.0
+    with pytest.raises(UnsupportedModelError, match=r"Baichuan 2 .* is not supported from safet"):
+        spec_from_config({**config, "vocab_size": 125_696})
+
+
+def test_contexts_of_the_first_qwen_end_where_its_rope_would_be_stretched() -> None:
+    assert spec_from_config(drawn_config("qwen")).context_length == 64
+    with pytest.raises(UnsupportedModelError, match=r"partial_rotary_factor = 0\.5 is not supp"):
+        spec_from_config({**drawn_config("qwen"), "rotary_pct": 0.5})
+
+
+@pytest.mark.parametrize(
+    "types", [[["global"]], [[["global"], 1], 3], [[["banded"], 4]], [[[["global"]], 4]]]
+)
+def test_kinds_of_gpt_neos_layers_that_are_not_there_are_named(types: list[Any]) -> None:
+    config = drawn_config("gpt_neo")
+    windows = [9 if kind == "local" else None for kind in config["attention_layers"]]
+    assert list(spec_from_config(config).windows) == windows
+    with pytest.raises(UnsupportedModelError, match=r"attention_types = .* is not supported"):
+        spec_from_config({**config, "attention_types": types})
+    with pytest.raises(ModelFileError, match="attention_types must be an integer"):
+        spec_from_config({**config, "attention_types": [[["global"], 10**9]]})
+    with pytest.raises(ModelFileError, match="layer_types must be a list of 4 strings"):
+        spec_from_config({**config, "attention_types": [[["global"], 3]]})
+
+
+def test_mpts_slopes_are_those_that_a_file_says() -> None:
+    config = drawn_config("mpt")
+    attention = spec_from_config(config).attention
+    assert attention.alibi_slopes == (2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8)
+    own = {**config["attn_config"], "alibi_bias_max": 4}
+    assert spec_from_config({**config, "attn_config": own}).attention.alibi == 4.0
+    for key, value in {"alibi": False, "clip_qkv": 6, "qk_ln": True, "softmax_scale": 0.1}.items():
+        with pytest.raises(UnsupportedModelError, match=f"attn_config: {key} = "):
+            spec_from_config({**config, "attn_config": {**own, key: value}})
+    with pytest.raises(ModelFileError, match=r"alibi_bias_max must be from 0 to 64\.0, got 99"):
+        spec_from_config({**config, "attn_config": {**own, "alibi_bias_max": 99}})
+    three = replace(attention, num_heads=3, num_kv_heads=3)
+    assert three.alibi_slopes == (2.0**-4, 2.0**-8, 2.0**-2)

@@ -265,7 +265,7 @@ def test_gpt_oss_has_its_windows_biases_sinks_and_names() -> None:
     nothing = np.empty(0, np.uint8)
     held = {one.name: Tensor(one.name, one.shape, one.format, nothing) for one in model.planned}
     spec = spec_from_gguf(model.metadata, held)
-    assert [layer.mixer.window for layer in spec.layers] == [128, None] * 12
+    assert [layer.attention.window for layer in spec.layers] == [128, None] * 12
 
 
 def test_experts_are_quantised_as_the_dense_matrices_of_their_kind_and_routers_are_not() -> None:

@@ -10,13 +10,12 @@ from tests.model.flat_spec import with_attention
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cpu.lowering import Threads, lower
 from quire.llm.devices import DEVICES, Options
+from quire.model.features import LOWERED, Feature, check_lowered, features, unsupported
 from quire.model.rope import Rope
 from quire.model.spec import (
-    LOWERED,
     Activation,
     Dense,
     Experts,
-    Feature,
     Latent,
     Layer,
     LayerInputs,
@@ -28,14 +27,22 @@ from quire.model.spec import (
     QKNorm,
     Router,
     Scoring,
-    check_lowered,
-    features,
-    unsupported,
 )
+from quire.model.states import StateKind, StateMixer
 
 LLAMA = small_spec(num_layers=2)
 NORM = Norm(epsilon=1e-5)
 OTHER = Norm(epsilon=1e-6)
+DELTA_NET = StateMixer(
+    kind=StateKind.DELTA_NET,
+    kernel=4,
+    num_heads=4,
+    num_groups=2,
+    key_dim=8,
+    value_dim=6,
+    norm_epsilon=1e-5,
+)
+MAMBA = replace(DELTA_NET, kind=StateKind.MAMBA, kernel=3, has_convolution_bias=True)
 EXPERTS = Experts(count=4, num_used=2, size=8, activation=Activation.SILU, router=Router())
 
 
@@ -69,6 +76,8 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.PARALLEL_NORMS: second(is_parallel=True),
     Feature.RESIDUAL_SCALE: second(residual_scale=0.5),
     Feature.EMBEDDING_SCALE: replace(LLAMA, embedding_scale=4.0),
+    Feature.EMBEDDING_NORM: replace(LLAMA, embedding_norm=NORM),
+    Feature.LEARNED_POSITIONS: replace(LLAMA, num_positions=LLAMA.context_length),
     Feature.HEAD_BIAS: replace(LLAMA, head_bias=True),
     Feature.LOGIT_SCALE: replace(LLAMA, logit_scale=0.5),
     Feature.LOGIT_SOFT_CAP: replace(LLAMA, logit_soft_cap=30.0),
@@ -86,21 +95,30 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.OTHER_ATTENTION_SCALE: attention(scale=0.1),
     Feature.POSITION_SCALE: attention(position_scale=PositionScale(factor=0.1, length=8)),
     Feature.ATTENTION_SOFT_CAP: attention(soft_cap=50.0),
+    Feature.ALIBI: attention(alibi=8.0),
     Feature.SINKS: attention(has_sinks=True),
     Feature.WINDOWS: attention(window=9),
     Feature.CHUNKS: attention(window=9, is_chunked=True),
     Feature.OTHER_VALUE_SIZE: attention(value_dim=4),
     Feature.LATENT: attention(latent=Latent(kv_rank=6, rope_dims=4, norm=NORM)),
     Feature.SHARED_KV: second(mixer=replace(LLAMA.attention, kv_layer=0)),
+    Feature.OUTPUT_GATE: attention(has_output_gate=True),
+    Feature.DELTA_NET: second(mixer=DELTA_NET),
+    Feature.MAMBA: second(mixer=MAMBA),
+    Feature.CONVOLUTIONS: second(
+        mixer=StateMixer(kind=StateKind.CONVOLUTION, kernel=3, value_dim=16)
+    ),
     Feature.UNGATED: feed(is_gated=False),
     Feature.GELU: feed(activation=Activation.GELU),
     Feature.GELU_TANH: feed(activation=Activation.GELU_TANH),
     Feature.RELU2: feed(activation=Activation.RELU2),
     Feature.CLAMPED_SWIGLU: feed(activation=Activation.CLAMPED_SWIGLU),
+    Feature.XIELU: feed(activation=Activation.XIELU, is_gated=False),
     Feature.EXPERTS: second(feed_forward=EXPERTS),
     Feature.EXPERT_BIASES: routed(has_bias=True),
     Feature.SHARED_EXPERT: routed(shared=Dense(size=4, activation=Activation.SILU)),
     Feature.SIGMOID_ROUTER: routed(router=Router(scoring=Scoring.SIGMOID)),
+    Feature.SPARSE_MIXER: routed(router=Router(scoring=Scoring.SPARSE_MIXER)),
     Feature.ROUTER_BIAS: routed(router=Router(has_bias=True)),
     Feature.ROUTER_CHOICE: routed(router=Router(has_choice_bias=True)),
     Feature.ROUTER_GROUPS: routed(router=Router(num_groups=2, num_used_groups=1)),
@@ -120,17 +138,20 @@ OF_SECOND_LAYER = {
     *(Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.SHARED_KV),
     *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
     *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
-    Feature.ROUTER_GROUPS,
+    *(Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER),
     *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
+    *(Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS),
 }
 OF_MODEL = {
     *(Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LOGIT_SOFT_CAP, Feature.LINEAR_SCALES),
-    *(Feature.LAYER_INPUTS, Feature.HEAD_BIAS),
+    *(Feature.LAYER_INPUTS, Feature.HEAD_BIAS, Feature.LEARNED_POSITIONS),
+    Feature.EMBEDDING_NORM,
 }
 WITHIN = {  # what each is a kind of, or has beside it
     Feature.PARALLEL_HALVES: Feature.NO_NORMS_BEFORE_HALVES,
     Feature.PARALLEL_NORMS: Feature.PARALLEL_HALVES,
     Feature.QK_NORMS_AFTER_ROPE: Feature.OTHER_QK_NORMS,
+    Feature.XIELU: Feature.UNGATED,
 }
 
 

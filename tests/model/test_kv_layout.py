@@ -91,7 +91,7 @@ def test_a_layer_that_reads_another_has_its_place() -> None:
     spec = spec_of([8, None, 8, None, 8, None])
     layers = list(spec.layers)
     for reader, owner in ((4, 2), (5, 3)):
-        mixer = replace(layers[reader].mixer, kv_layer=owner)
+        mixer = replace(layers[reader].attention, kv_layer=owner)
         layers[reader] = replace(layers[reader], mixer=mixer)
     layout = grouped(replace(spec, layers=tuple(layers)), BLOCK)
     assert layout.groups == (1, 0, 1, 0, 1, 0)
@@ -102,7 +102,7 @@ def test_a_layer_that_reads_another_has_its_place() -> None:
 def test_a_layer_whose_reader_sees_more_keeps_all() -> None:
     spec = spec_of([8, 8, None])
     layers = list(spec.layers)
-    layers[2] = replace(layers[2], mixer=replace(layers[2].mixer, kv_layer=0))
+    layers[2] = replace(layers[2], mixer=replace(layers[2].attention, kv_layer=0))
     layout = grouped(replace(spec, layers=tuple(layers)), BLOCK)
     assert layout.windows[layout.groups[0]] is None
     assert layout.windows[layout.groups[1]] == Window(8)
@@ -111,7 +111,7 @@ def test_a_layer_whose_reader_sees_more_keeps_all() -> None:
 
 def test_a_slot_holds_the_largest_of_its_layers() -> None:
     spec = spec_of([8, None])
-    wide = replace(spec.layers[1].mixer, num_kv_heads=spec.num_heads)
+    wide = replace(spec.layers[1].attention, num_kv_heads=spec.num_heads)
     spec = replace(spec, layers=(spec.layers[0], replace(spec.layers[1], mixer=wide)))
     layout = grouped(spec, BLOCK)
     assert layout.num_slots == 1

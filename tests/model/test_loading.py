@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,7 @@ from tests.model.tensors import tensor
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.executors.reference import ReferenceExecutor
-from quire.model.loading import Model, load_model, memory_estimate, norm_health
+from quire.model.loading import Model, form_of, load_model, memory_estimate, norm_health
 
 LLAMA = FIXTURES / "families" / "llama"
 
@@ -42,6 +43,31 @@ def test_a_gguf_file_opens_with_its_metadata() -> None:
 def test_a_folder_opens_with_its_config(folder: Path) -> None:
     with load_model(folder) as model:
         assert model.metadata.text("model_type") == "llama"
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("tiny/Q4_K_M.gguf", ("gguf", "Q4_K_M")),
+        ("tiny/F16.gguf", ("gguf", "F16")),
+        ("bitnet-published/c/i2s.gguf", ("gguf", "I2_S")),
+        ("bitnet-published/c/hf-packed", ("safetensors", "I2_S")),
+        ("families/llama", ("safetensors", "F32")),
+    ],
+)
+def test_a_models_form_has_the_name_that_others_give_it(name: str, form: tuple[str, str]) -> None:
+    with load_model(fixture_file(name)) as model:
+        assert form_of(model) == form
+
+
+def test_a_mix_that_its_file_is_not_in_is_not_believed(tmp_path: Path) -> None:
+    content = fixture_file("tiny/Q4_0.gguf").read_bytes()
+    said, instead = (b"general.file_type" + struct.pack("<II", 4, mix) for mix in (2, 17))
+    assert said in content
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content.replace(said, instead))
+    with load_model(path) as model:
+        assert form_of(model) == ("gguf", "Q4_0")
 
 
 def test_tensors_that_contradict_the_config_are_refused(folder: Path) -> None:

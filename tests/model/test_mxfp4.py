@@ -165,7 +165,7 @@ def test_broken_pairs_are_refused_by_name(
 def test_bytes_mean_nothing_without_the_configuration_and_other_options_are_refused(
     weights: dict[str, Array], tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedModelError, match="bytes are weights only where"):
+    with pytest.raises(UnsupportedModelError, match="such numbers are weights only where"):
         load_model(write(tmp_path, weights))
     with pytest.raises(UnsupportedModelError, match="block_size"):
         load_model(write(tmp_path, weights, quantization_config={**METHOD, "block_size": 16}))

@@ -89,6 +89,37 @@ def qwen3vlmoe(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
     return fields | {"qwen3vlmoe.vision.block_count": 27}, tensors | EYE
 
 
+def qwen35(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    """With experts or without; what predicts further tokens is there by names of its own."""
+    name = fields["general.architecture"]
+    fields[f"{name}.rope.dimension_sections"] = [2, 1, 1]
+    own: Fields = {
+        "attention.head_count_kv": [0, 0, 0, 2],
+        "image_token_id": 9,
+        "mrope_sections": [2, 1, 1],
+        "rope.mrope_interleaved": True,
+        "rope.mrope_section": [2, 1, 1],
+        "ssm.v_head_reordered": True,
+        "vision.block_count": 27,
+        "vision_end_token_id": 8,
+        "vision_start_token_id": 7,
+    }
+    if f"{name}.expert_count" in fields:
+        own |= {"norm_top_k_prob": True, "feed_forward_length": 0}
+    fields |= {f"{name}.{key}": value for key, value in own.items()}
+    tensors = renamed(tensors, "ssm_dt.bias", "ssm_dt")
+    return fields, tensors | EYE | {"mtp.fc.weight": np.ones((4, 4), np.float32)}
+
+
+def qwen3next(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    return fields | {"qwen3next.norm_top_k_prob": True}, renamed(tensors, "ssm_dt.bias", "ssm_dt")
+
+
+def lfm2(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+    unadjusted = {"lfm2.feed_forward_length": 9 * fields["lfm2.feed_forward_length"]}
+    return fields | unadjusted, renamed(tensors, "token_embd_norm", "output_norm")
+
+
 def computed(path: Path) -> Floats:
     with load_model(path) as model:
         executor = ReferenceExecutor(model, num_blocks=4)
@@ -119,6 +150,10 @@ def rewritten(path: Path, change: Callable[[Fields, Tensors], tuple[Fields, Tens
         ("deepseek2", glm4moelite),
         ("qwen2", qwen25vl),
         ("qwen3moe", qwen3vlmoe),
+        ("qwen35", qwen35),
+        ("qwen35moe", qwen35),
+        ("qwen3next", qwen3next),
+        ("lfm2", lfm2),
     ],
 )
 def test_files_of_ollama_run_as_llama_cpps_do(
@@ -134,6 +169,29 @@ def test_files_of_ollama_run_as_llama_cpps_do(
     assert computed(rewritten(path, change)).tobytes() == computed(path).tobytes()
 
 
+def test_heads_of_values_that_are_grouped_in_a_qwen35_of_ollama_are_taken_as_they_are(
+    tmp_path: Path,
+) -> None:
+    """As its converter writes Qwen3-Next by that name; what is divided by groups is refused where
+    heads take turns instead."""
+
+    def grouped(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        fields = renamed(fields, "qwen3next.", "qwen35moe.")
+        fields |= {"general.architecture": "qwen35moe", "qwen35moe.ssm.v_head_reordered": False}
+        return fields, tensors
+
+    def untold(fields: Fields, tensors: Tensors) -> tuple[Fields, Tensors]:
+        fields, tensors = grouped(fields, tensors)
+        del fields["qwen35moe.ssm.v_head_reordered"]
+        return fields, tensors
+
+    with load_model(write_drawn("qwen3next", tmp_path / "folder")) as model:
+        path = write_family("qwen3next", drawn_config("qwen3next"), model, tmp_path / "model.gguf")
+    assert computed(rewritten(path, grouped)).tobytes() == computed(path).tobytes()
+    with pytest.raises(ModelFileError, match=r"ssm_alpha\.weight .* is missing"):
+        load_model(rewritten(path, untold))
+
+
 def test_large_gemma3_of_ollama_has_the_rope_scaling_that_its_file_leaves_out(
     tmp_path: Path,
 ) -> None:
@@ -145,7 +203,9 @@ def test_large_gemma3_of_ollama_has_the_rope_scaling_that_its_file_leaves_out(
     with load_model(write_drawn("gemma3", tmp_path / "folder")) as model:
         path = write_family("gemma3", drawn_config("gemma3"), model, tmp_path / "model.gguf")
     with load_model(rewritten(path, long)) as model:
-        scalings = [layer.mixer.rope and layer.mixer.rope.scaling for layer in model.spec.layers]
+        scalings = [
+            layer.attention.rope and layer.attention.rope.scaling for layer in model.spec.layers
+        ]
     assert scalings == [LinearScaling(8.0) if index == 5 else None for index in range(7)]
 
 

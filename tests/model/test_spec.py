@@ -1,9 +1,11 @@
 """ModelSpec refuses what cannot be, and check_tensors what does not fit it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.extreme_models import small_spec
 from tests.model.flat_spec import flat_spec
 from tests.model.tensors import tensor, zeros
 
@@ -121,3 +123,10 @@ def test_a_tensor_without_a_place_is_refused_by_name(name: str) -> None:
 
 def test_frequency_divisors_are_read_into_the_spec_and_may_stay() -> None:
     check_tensors(SPEC, {**zeros(tensor_shapes(SPEC)), **zeros({"rope_freqs.weight": (3,)})})
+
+
+def test_a_context_beyond_learned_positions_is_refused() -> None:
+    spec = small_spec(context_length=64)
+    assert replace(spec, num_positions=64).num_positions == 64
+    with pytest.raises(ModelFileError, match="a context of 64 exceeds the 63 positions"):
+        replace(spec, num_positions=63)

@@ -1,22 +1,33 @@
 """From a file's tensors to those of a spec: names of Hugging Face in ours, and what files fuse."""
 
+import math
 from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.drawn_families import write_drawn
+from safetensors.numpy import load_file, save_file
+from tests.drawn_families import drawn_config, write_drawn
+from tests.model.gguf_families import write_family
 from tests.model.tensors import tensor
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.gguf import GGUFFile
+from quire.loader.gguf_writer import write_gguf as write_fields
 from quire.loader.safetensors import SafetensorsFolder
 from quire.loader.tensor import Tensor
 from quire.model.config_spec import config_family, spec_from_config
 from quire.model.dummy import random_blocks
 from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES
 from quire.model.loading import load_model
-from quire.model.tensors import arranged, from_hugging_face, named_as_ours, named_in_gguf
+from quire.model.tensors import (
+    arranged,
+    from_hugging_face,
+    named_as_ours,
+    named_in_gguf,
+    of_decoder,
+)
 from quire.quant.formats import format_named
 
 Floats = npt.NDArray[np.float32]
@@ -104,7 +115,7 @@ def test_what_a_model_sees_with_is_left_out_of_families_that_see() -> None:
     names = ("vision_tower.a.weight", "model.multi_modal_projector.b.weight")
     family = CONFIG_FAMILIES["gemma3_text"]
     seen = {name: tensor(name, np.ones(2)) for name in names}
-    assert named_as_ours(family, 2, seen, has_senses=True) == {}
+    assert named_as_ours(family, 2, of_decoder(seen)) == {}
     with pytest.raises(UnsupportedModelError, match="vision_tower"):
         named_as_ours(family, 2, seen)
     for prefix in ("language_model.model.", "model.language_model.", "model.", ""):
@@ -115,10 +126,16 @@ def test_what_a_model_sees_with_is_left_out_of_families_that_see() -> None:
 def test_layers_that_predict_further_tokens_are_left_out() -> None:
     names = [f"model.layers.{n}.input_layernorm.weight" for n in (0, 1, 2)]
     found = {name: tensor(name, np.ones(2)) for name in names}
-    assert list(named_as_ours(CONFIG_FAMILIES["glm4_moe"], 2, found)) == [
-        "blk.0.attn_norm.weight",
-        "blk.1.attn_norm.weight",
-    ]
+    # As published: what layers before them do not have.
+    own = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head")
+    more = {f"model.layers.2.{name}.weight": tensor(name, np.ones(2)) for name in own}
+    for family in ("glm4_moe", "deepseek_v3"):
+        assert list(named_as_ours(CONFIG_FAMILIES[family], 2, found | more)) == [
+            "blk.0.attn_norm.weight",
+            "blk.1.attn_norm.weight",
+        ]
+        with pytest.raises(UnsupportedModelError, match="embed_tokens"):
+            named_as_ours(CONFIG_FAMILIES[family], 3, found | more)
     assert len(named_as_ours(CONFIG_FAMILIES["llama"], 2, found)) == 3
     theirs = {f"blk.{n}.nextn.enorm.weight": tensor("x", np.ones(2)) for n in (1, 2)}
     assert list(named_in_gguf(GGUF_FAMILIES["glm4moe"], 2, theirs)) == ["blk.1.nextn.enorm.weight"]
@@ -233,3 +250,60 @@ def test_experts_of_one_layer_must_be_alike(tmp_path: Path) -> None:
     tensors = {name: tensor(name, np.zeros((4 + n, 4))) for n, name in enumerate(names)}
     with pytest.raises(UnsupportedModelError, match="experts of one layer must be alike"):
         arranged(family, spec, tensors, is_gguf=False)
+
+
+# ---- Apertus
+
+
+def xielu_file(folder: Path, **changes: object) -> Path:
+    """Apertus as GGUF, with other numbers in its metadata; None: without."""
+    with load_model(write_drawn("apertus", folder / "apertus")) as model:
+        path = write_family("apertus", drawn_config("apertus"), model, folder / "apertus.gguf")
+    with GGUFFile(path) as file:
+        fields = {**file.metadata, **{f"xielu.{name}": x for name, x in changes.items()}}
+        fields = {key: value for key, value in fields.items() if value is not None}
+        write_fields(path, fields, list(file.tensors.values()))  # type: ignore[arg-type]
+    return path
+
+
+def test_one_number_of_xielu_may_be_for_all_layers(tmp_path: Path) -> None:
+    with load_model(xielu_file(tmp_path, alpha_p=0.0, beta=0.25)) as model:
+        numbers = [model.tensors[f"blk.{x}.ffn_xielu.weight"].to_float32() for x in range(4)]
+    assert [x[0] for x in numbers] == pytest.approx([math.log(2)] * 4)
+    assert {float(x[2]) for x in numbers} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alpha_n": [1.0, 2.0]}, "xielu.alpha_n has 2 numbers for 4 layers"),
+        ({"beta": None}, r"xielu.beta is missing"),
+        ({"eps": "small"}, r"xielu.eps must be a finite number, got 'small'"),
+    ],
+)
+def test_numbers_of_xielu_that_a_file_lacks_are_named(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        load_model(xielu_file(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("alpha_p", None, "tensor blk.2.ffn_xielu.alpha_p is missing"),
+        ("beta", (2,), r"ffn_xielu.beta has shape \[2\], expected one number"),
+    ],
+)
+def test_tensors_of_xielu_are_one_number_each(
+    name: str, shape: tuple[int, ...] | None, message: str, tmp_path: Path
+) -> None:
+    folder = write_drawn("apertus", tmp_path / "apertus")
+    weights = load_file(folder / "model.safetensors")
+    full = f"model.layers.2.mlp.act_fn.{name}"
+    del weights[full]
+    if shape is not None:
+        weights[full] = np.zeros(shape, np.float32)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        load_model(folder)

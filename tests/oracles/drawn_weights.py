@@ -14,6 +14,6 @@ def drawn(name: str, shape: tuple[int, ...]) -> Floats:
     values = generator.standard_normal(shape, dtype=np.float32)
     if "norm" in name or name.endswith("layer_scalar"):
         return np.float32(1.0) + np.float32(0.2) * values
-    if len(shape) == 1 or "bias" in name:
-        return np.float32(0.3) * values
+    if len(shape) <= 1 or "bias" in name:
+        return np.asarray(np.float32(0.3) * values)
     return values * np.float32(1.4 / shape[-1] ** 0.5)

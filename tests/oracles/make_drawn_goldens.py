@@ -2,7 +2,7 @@
 
 Needs torch and transformers, which the tests do not; run it in an environment of its own:
 
-    pip install torch==2.13.0 transformers==5.22.2 safetensors
+    pip install torch==2.13.0 transformers==5.23.0 safetensors
     python tests/oracles/make_drawn_goldens.py tests/fixtures/drawn [CASE ...]
 
 A folder holds config.json as transformers writes it, tensors.json (the names and shapes of the
@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ from drawn_weights import drawn  # type: ignore[import-not-found,unused-ignore]
 transformers.AutoModelForCausalLM.register(
     transformers.Mistral4Config, transformers.Mistral4ForCausalLM, exist_ok=True
 )
+# A DeltaNet token by token: transformers' prompts in chunks of 64 lose a digit in float32.
+for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+    module: Any = import_module(f"transformers.models.{name}.modeling_{name}")
+    module.torch_chunk_gated_delta_rule = module.torch_recurrent_gated_delta_rule
 NUM_TOKENS = 40
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -55,6 +60,16 @@ LONG: dict[str, Any] = {
     "short_factor": [1.0, 1.1, 1.3, 1.4, 1.6, 1.9],
     "long_factor": [1.2, 1.9, 2.8, 4.0, 6.5, 9.0],
 }
+NOT_OF_FALCON = {"intermediate_size": ..., "num_key_value_heads": ...}
+GPT2: dict[str, Any] = {
+    **dict.fromkeys(SIZES, ...),
+    "vocab_size": 64,
+    "n_embd": 48,
+    "n_head": 4,
+    "n_layer": 4,
+    "n_positions": 64,
+}
+PHI_SCALE = (1 + 1 / 6) ** 0.5  # as GGUF files have it: twice the context of 2 ** 6
 
 GEMMA4_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -65,7 +80,33 @@ GEMMA4_ROPE = {
     },
 }
 
-# By case: the model type and its settings; what is None is left out.
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
+    "mamba_n_heads": 6,
+    "mamba_d_state": 8,
+    "mamba_d_head": 16,
+    "shared_intermediate_size": 40,
+}
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.5,
+}
+
+# By case: the model type and its settings; what is ... is left out.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": 9}),
     "phi3-long": (
@@ -84,6 +125,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "original_max_position_embeddings": 48,
             "max_position_embeddings": 96,
             "tie_word_embeddings": True,
+        },
+    ),
+    # transformers takes the short set for any length
+    "phimoe": (
+        "phimoe",
+        {
+            "rope_parameters": {
+                **LONG,
+                "short_mscale": PHI_SCALE,
+                "long_mscale": PHI_SCALE,
+                "original_max_position_embeddings": 64,
+            },
+            "max_position_embeddings": 128,
+            "num_local_experts": 8,
+            "attention_bias": True,
+            "lm_head_bias": True,
         },
     ),
     "gemma": ("gemma", {"head_dim": 16}),
@@ -217,6 +274,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
         },
     ),
+    "granitemoe-shared": (
+        "granitemoeshared",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 6.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 40,
+        },
+    ),
     "ministral": (
         "ministral",
         {
@@ -238,6 +307,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "arcee": ("arcee", {}),
+    "apertus": (
+        "apertus",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "nemotron": ("nemotron", {"head_dim": 12, "partial_rotary_factor": 0.5}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
     "olmo": ("olmo", {}),
@@ -264,6 +346,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 9}),
     "seed_oss": ("seed_oss", {"head_dim": 16}),
     "exaone4": ("exaone4", {"sliding_window": 9}),
+    "afmoe": (
+        "afmoe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "num_shared_experts": 2,
+            "num_dense_layers": 1,
+            "route_scale": 2.5,
+            "sliding_window": 9,
+            "mup_enabled": True,
+        },
+    ),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "num_shared_experts": 2,
+            "routed_scaling_factor": 2.5,
+            "sliding_window": 9,
+        },
+    ),
     "glm4moe": (
         "glm4_moe",
         {
@@ -372,6 +476,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gpt2": ("gpt2", GPT2),
+    # Heads whose slopes are not all of the same power
+    "bloom": (
+        "bloom",
+        {
+            **dict.fromkeys(SIZES, ...),
+            "vocab_size": 64,
+            "hidden_size": 48,
+            "n_head": 6,
+            "n_layer": 4,
+            "seq_length": 64,
+        },
+    ),
+    "mpt": (
+        "mpt",
+        {
+            **dict.fromkeys(SIZES, ...),
+            "vocab_size": 64,
+            "d_model": 48,
+            "n_heads": 4,
+            "n_layers": 4,
+            "max_seq_len": 64,
+        },
+    ),
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **dict.fromkeys(("intermediate_size", "num_key_value_heads"), ...),
+            **dict.fromkeys(("num_hidden_layers", "num_attention_heads"), ...),
+            "num_layers": 4,
+            "num_heads": 4,
+            "window_size": 9,
+            "attention_types": [[["global", "local"], 1], [["local"], 2]],
+        },
+    ),
+    "starcoder": ("gpt_bigcode", {**GPT2, "n_inner": 56}),
+    "starcoder-heads": ("gpt_bigcode", {**GPT2, "multi_query": False, "n_layer": 2}),
+    "falcon": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, **NOT_OF_FALCON},
+    ),
+    "falcon-one-key": ("falcon", {"multi_query": True, **NOT_OF_FALCON}),
+    "falcon-one-norm": (
+        "falcon",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "bias": True,
+            **NOT_OF_FALCON,
+        },
+    ),
+    "minicpm3": (
+        "minicpm3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 12,
+            "max_position_embeddings": 256,
+            "rope_parameters": {**LONG, "original_max_position_embeddings": 256},
+        },
+    ),
     "hunyuan-dense": (
         "hunyuan_v1_dense",
         {
@@ -433,6 +601,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "qwen3next": (
+        "qwen3_next",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 20},
+    ),
+    "qwen35": ("qwen3_5_text", {**DELTA_NET, "linear_num_value_heads": 4}),
+    "qwen35moe": (
+        "qwen3_5_moe_text",
+        {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 20},
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "block_multiple_of": 8,
+        },
+    ),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            **EXPERTS,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+        },
+    ),
+    "granitehybrid": (
+        "granitemoehybrid",
+        {**GRANITE, **MAMBA, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "granitehybrid-dense": (
+        "granitemoehybrid",
+        {
+            **GRANITE,
+            **MAMBA,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+            "mamba_n_groups": 2,
+        },
+    ),
     "deepseek2-lite": (
         "deepseek_v2",
         {
@@ -461,6 +668,31 @@ LLAMA3: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+NOT_OF_QWEN: dict[str, Any] = {
+    "qkv_bias": None,
+    "decoder_sparse_step": None,
+    "mlp_only_layers": None,
+    "shared_expert_intermediate_size": None,
+    "use_sliding_window": None,
+    "sliding_window": None,
+    "max_window_layers": None,
+    "layer_types": None,
+}
+BAILING_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.q_proj": "attention.query_key_value",
+    "self_attn.k_proj": "attention.query_key_value",
+    "self_attn.v_proj": "attention.query_key_value",
+    "self_attn.o_proj": "attention.dense",
+}
+KIMI_YARN: dict[str, Any] = {
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 1.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -470,7 +702,11 @@ class Twin:
     model_type: str  # transformers' own
     settings: dict[str, Any]
     config: dict[str, Any]  # where the family's config.json differs; None is left out
-    names: dict[str, str]  # parts of names of tensors, in the family's; all in one: fused by group
+    # Parts of names of tensors, in the family's; all in one: queries, keys and values are fused.
+    names: dict[str, str]
+    is_by_group: bool = True  # fused rows come by key head
+    fixed: tuple[str, ...] = ()  # tensors that the family does not have: zeros
+    doubled: tuple[str, ...] = ()  # parts of names of tensors that are twice the family's
 
 
 TWINS = {
@@ -539,6 +775,181 @@ TWINS = {
             "transformer.norm": "transformer.ln_f",
         },
     ),
+    "kimi_k2": Twin(
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 20,
+            "q_lora_rank": 28,
+            "qk_nope_head_dim": 12,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 10,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 2.827,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**KIMI_YARN, "rope_type": "yarn", "rope_theta": 50000.0},
+        },
+        {
+            "model_type": "kimi_k2",
+            "rope_parameters": None,
+            "rope_interleave": None,
+            "rope_theta": 50000.0,
+            "rope_scaling": {**KIMI_YARN, "type": "yarn"},
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        },
+        {},
+    ),
+    # Without its gate a shared expert of Qwen's is half of the family's.
+    "deepseek": Twin(
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "qkv_bias": False,
+            "mlp_only_layers": [0],
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": False,
+        },
+        {
+            **OLD_ROPE,
+            **NOT_OF_QWEN,
+            "model_type": "deepseek",
+            "num_experts": None,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "scoring_func": "softmax",
+        },
+        {"shared_expert.": "shared_experts."},
+        fixed=("shared_expert_gate.weight",),
+        doubled=("shared_expert.down_proj.weight",),
+    ),
+    "bailingmoe": Twin(
+        "qwen2_moe",
+        {
+            **EXPERTS,
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 48,
+            "norm_topk_prob": True,
+        },
+        {
+            **OLD_ROPE,
+            **NOT_OF_QWEN,
+            "model_type": "bailing_moe",
+            "num_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "use_bias": False,
+            "use_qkv_bias": False,
+            "norm_head": False,
+            "norm_softmax": False,
+        },
+        {**BAILING_NAMES, "shared_expert.": "shared_experts."},
+        is_by_group=False,
+        fixed=("shared_expert_gate.weight",),
+        doubled=("shared_expert.down_proj.weight",),
+    ),
+    "bailingmoe2": Twin(
+        "glm4_moe",
+        {
+            "head_dim": 12,  # llama.cpp takes for granted that heads have the hidden size
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "rms_norm_eps": 1e-6,
+        },
+        {
+            **OLD_ROPE,
+            "model_type": "bailing_moe",
+            "partial_rotary_factor": 0.5,
+            "attention_bias": None,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts": 8,
+            "num_shared_experts": 1,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_router_enable_expert_bias": True,
+            "score_function": "sigmoid",
+            "use_bias": False,
+            "use_qkv_bias": False,
+        },
+        {
+            "e_score_correction_bias": "expert_bias",
+            "self_attn.q_norm": "attention.query_layernorm",
+            "self_attn.k_norm": "attention.key_layernorm",
+            **BAILING_NAMES,
+        },
+        is_by_group=False,
+    ),
+    "qwen": Twin(
+        "qwen2",
+        {"num_key_value_heads": 4},
+        {
+            **OLD_ROPE,
+            **NOT_OF_QWEN,
+            "model_type": "qwen",
+            "rope_theta": None,
+            "rms_norm_eps": None,
+            "num_key_value_heads": None,
+            "hidden_act": None,
+            "intermediate_size": 112,
+            "kv_channels": 12,
+            "layer_norm_epsilon": 1e-6,
+            "max_position_embeddings": 256,
+            "seq_length": 64,
+            "rotary_pct": 1.0,
+            "rotary_emb_base": 10000,
+            "use_dynamic_ntk": True,
+            "use_logn_attn": True,
+            "no_bias": True,
+            "scale_attn_weights": True,
+        },
+        {
+            "model.": "transformer.",
+            "embed_tokens": "wte",
+            "layers.": "h.",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+            "self_attn.q_proj": "attn.c_attn",
+            "self_attn.k_proj": "attn.c_attn",
+            "self_attn.v_proj": "attn.c_attn",
+            "self_attn.o_proj": "attn.c_proj",
+            "mlp.up_proj": "mlp.w1",
+            "mlp.gate_proj": "mlp.w2",
+            "mlp.down_proj": "mlp.c_proj",
+            "transformer.norm": "transformer.ln_f",
+        },
+        is_by_group=False,
+    ),
+    "baichuan": Twin(
+        "llama",
+        {"num_key_value_heads": 4},
+        {
+            "model_type": "baichuan",
+            "rope_parameters": None,
+            "num_key_value_heads": None,
+            "attention_bias": None,
+            "mlp_bias": None,
+            "head_dim": None,
+        },
+        {
+            "self_attn.q_proj": "self_attn.W_pack",
+            "self_attn.k_proj": "self_attn.W_pack",
+            "self_attn.v_proj": "self_attn.W_pack",
+        },
+        is_by_group=False,
+    ),
     "minicpm": Twin(
         "granite",
         {
@@ -596,13 +1007,21 @@ def make_twin(twin: Twin, target: Path) -> None:
         (target / "config.json").write_text(json.dumps(kept, indent=2) + "\n")
         groups: dict[str, list[str]] = {}
         for key in own:
-            groups.setdefault(named_by(twin, key), []).append(key)
+            if not key.endswith(twin.fixed):
+                groups.setdefault(named_by(twin, key), []).append(key)
         shapes: dict[str, list[int]] = {}
         weights: dict[str, Any] = {}
         for theirs, keys in sorted(groups.items()):
             shapes[theirs] = [sum(own[key][0] for key in keys), *own[keys[0]][1:]]
             whole = drawn(theirs, tuple(shapes[theirs]))
-            weights |= {keys[0]: whole} if len(keys) == 1 else of_groups(whole, keys)
+            sizes = {key: own[key][0] for key in keys}
+            is_by_group = twin.is_by_group and len(keys) > 1
+            weights |= of_groups(whole, keys) if is_by_group else in_sequence(whole, sizes)
+        for key, shape in own.items():
+            if key.endswith(twin.fixed):
+                weights[key] = np.zeros(shape, np.float32)
+            elif key.endswith(twin.doubled):
+                weights[key] = 2 * weights[key]
         store(folder, weights, shapes, target)
 
 
@@ -625,9 +1044,18 @@ def of_groups(whole: Any, names: list[str]) -> dict[str, Any]:
     return found
 
 
+def in_sequence(whole: Any, sizes: dict[str, int]) -> dict[str, Any]:
+    """Queries, keys and values of rows that come one after the other."""
+    names = sorted(sizes, key=lambda name: "qkv".find(name.split("_proj")[0][-1]))
+    ends = np.cumsum([sizes[name] for name in names])[:-1]
+    parts = np.split(whole, ends)
+    return {name: np.ascontiguousarray(part) for name, part in zip(names, parts, strict=True)}
+
+
 def save_model(model_type: str, settings: dict[str, Any], folder: Path) -> dict[str, list[int]]:
     """The shapes of its tensors, by name."""
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings})
+    given = {key: value for key, value in {**SIZES, **settings}.items() if value is not ...}
+    config = transformers.AutoConfig.for_model(model_type, **given)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model.to(torch.float32).save_pretrained(folder)
     file = folder / "model.safetensors"

@@ -4,6 +4,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
+from tests.executors.cpu.blocks import exact_own, random_matrix, sizes
 from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
 
 from quire.core.errors import UnsupportedModelError
@@ -17,8 +18,9 @@ from quire.quant.formats import (
     format_of_ggml_type,
 )
 
-# bitnet.cpp's own is not gguf's: tests/quant/test_ternary.py has it.
-GGUF_FORMATS = [known for known in FORMATS if known.name != "I2_S"]
+# bitnet.cpp's own is not gguf's: tests/quant/test_ternary.py has it. Nor are quire's.
+OWN_FORMATS = [known for known in FORMATS if known.ggml_type < 0]
+GGUF_FORMATS = [known for known in FORMATS if known.name != "I2_S" and known not in OWN_FORMATS]
 every_format = pytest.mark.parametrize("block_format", GGUF_FORMATS, ids=lambda known: known.name)
 
 # Where each quantised format keeps its float16 scales and offsets.
@@ -107,6 +109,19 @@ def test_random_blocks_decode_as_gguf_decodes_them(block_format: Format) -> None
     assert_bits_equal(decoded, reference(raw, block_format))
 
 
+@pytest.mark.parametrize("block_format", OWN_FORMATS, ids=lambda known: known.name)
+def test_own_formats_decode_as_they_are_defined(block_format: Format) -> None:
+    assert (block_format.block_size, block_format.block_bytes) == sizes(block_format.name)
+    blocks = random_matrix(block_format.name, 6, 512).blocks.reshape(-1, block_format.block_bytes)
+    assert_bits_equal(decode(blocks, block_format), exact_own(block_format.name, blocks))
+
+
+def test_own_formats_are_no_types_of_gguf_files() -> None:
+    assert {known.name for known in OWN_FORMATS} == {"U4_128", "I8_128", "E4M3_128"}
+    with pytest.raises(UnsupportedModelError, match=r"I2_S\. Convert"):
+        format_of_ggml_type(99, "test")
+
+
 @pytest.mark.parametrize("name", HALVES)
 def test_blocks_decode_alike_whichever_values_their_bytes_take(name: str) -> None:
     """Each byte of a block in turn takes all its 256 values; the others stay."""
@@ -160,7 +175,8 @@ def test_decoding_no_blocks_gives_no_weights() -> None:
 def test_formats_are_found_by_name_and_by_number() -> None:
     for block_format in FORMATS:
         assert format_named(block_format.name, "t") is block_format
-        assert format_of_ggml_type(block_format.ggml_type, "t") is block_format
+        if block_format not in OWN_FORMATS:
+            assert format_of_ggml_type(block_format.ggml_type, "t") is block_format
 
 
 def test_an_unsupported_type_is_named_with_its_tensor_and_what_is_supported() -> None:

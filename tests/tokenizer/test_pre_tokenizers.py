@@ -113,6 +113,19 @@ OFFICIAL["tiny_aya"] = [
     split(GPT_4O.replace("DIGITS", "{1,3}")),
     LETTERS,
 ]
+OFFICIAL["afmoe"] = [
+    split(r"\p{N}+"),
+    split(r"\A\p{N}{1,2}(?=(?:\p{N}{3})+\z)"),
+    split(r"\p{N}{3}"),
+    split(
+        "[一-鿿㐀-䶿豈-\ufaff\u3040-ヿ･-ﾟ⼀-\u2fdfเ-\u0e7f\u0e80-\u0effក-\u17ffက-႟ꩠ-ꩿꧠ-\ua9ff가-\ud7afᄀ-ᇿ]+"
+    ),
+    split(
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    LETTERS,
+]
 OFFICIAL["laguna"] = [split(r"[^\n]+|[\n]+"), split(LLAMA_3.replace("{1,3}", "")), LETTERS]
 OFFICIAL["jais-2"] = [
     split(

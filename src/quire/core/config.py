@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from quire.core.errors import ConfigError
+from quire.core.plan import Capacity
 
 # How I2_S tensors are packed, by the builds of bitnet.cpp that read and write them.
 I2S_PACKINGS = ("x86", "arm")
@@ -64,6 +65,31 @@ class EngineConfig:
     def smallest_chunk(self) -> int:
         """Tokens of one sequence in steps that are not collected: as few as it can go on with."""
         return (1 if self.chunking else _ANY_LENGTH) + self.plan_ahead
+
+    @property
+    def states_per_sequence(self) -> int:
+        """Slots for each sequence of a batch, of a model that keeps states: the state that its next
+        step starts from, one for each step that is planned and not collected, and one beside them
+        for cached prefixes and rows of forward_batch."""
+        return self.states_per_running + 1
+
+    @property
+    def states_per_running(self) -> int:
+        """The most slots that a running sequence holds."""
+        return 2 + self.plan_ahead
+
+    def batch_size(self, capacity: Capacity) -> int:
+        """Sequences that a batch holds: no more than the executor takes and has states for, so
+        that no running sequence ever waits for a state."""
+        size = min(self.max_batch_size, capacity.max_batch_size)
+        if not capacity.num_states:
+            return size
+        if capacity.num_states < self.states_per_sequence:
+            raise ConfigError(
+                f"the executor has {capacity.num_states} slots for states, and a sequence needs "
+                f"{self.states_per_sequence}: give it more memory"
+            )
+        return min(size, capacity.num_states // self.states_per_sequence)
 
 
 def check_key_weights(weights: Mapping[str, float]) -> None:

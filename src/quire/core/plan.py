@@ -2,9 +2,9 @@
 
 Rows are named tuples, not frozen dataclasses: a step of 256 sequences builds 256 of each, and a
 named tuple costs a quarter as much to make. SequencePlan is the one definition of a row's fields.
-Two places depend on it beyond Python's names, and both check it when they are imported: the fast
-path of engine/step.py makes rows by position (`check_fields`), native/bind_decoder.cpp finds the
-fields by name (`bind_plan_types`).
+Three places depend on it beyond Python's names, and all check it when they are imported: the fast
+path of engine/step.py makes rows by position and executors/cuda/step_input.py reads them by column
+(`check_fields`), native/bind_decoder.cpp finds the fields by name (`bind_plan_types`).
 """
 
 from collections.abc import Mapping
@@ -17,6 +17,7 @@ from quire.core.sampling import SamplingParams
 from quire.core.windows import NO_WINDOWS, Windows
 
 NO_BLOCK = -1  # in a block table: what was there is out of the window, and the row never reads it
+NO_STATE = -1  # the state before any token: zeros, in no slot
 
 
 class Want(IntEnum):
@@ -138,6 +139,11 @@ class SequencePlan(NamedTuple):
     allowed: Any = None
     prompt_targets: tuple[int, ...] = ()  # score these as the tokens after each new position
     other_tables: tuple[tuple[int, ...], ...] = ()  # of the groups after the first
+    # Of a model whose layers keep states: the slot that holds the sequence's state after `start`
+    # tokens (NO_STATE where start is 0), and the slot that the step writes the state after `end`
+    # tokens to. They differ, and no other row writes them before the step is collected, so that it
+    # can be run again.
+    states: tuple[int, ...] = ()
 
     @property
     def num_new_tokens(self) -> int:
@@ -242,6 +248,7 @@ class Capacity(NamedTuple):
     max_batch_size: int
     max_step_tokens: int
     windows: Windows = NO_WINDOWS  # of each group of layers that share a block table
+    num_states: int = 0  # slots for states; 0: the model keeps none
 
 
 def allows(mask: bytes, token: int) -> bool:

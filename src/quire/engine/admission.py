@@ -184,7 +184,7 @@ class Admission:
                 f"{capacity.max_step_tokens}",
                 param=name,
             )
-        batch = min(self._config.max_batch_size, capacity.max_batch_size)
+        batch = self._config.batch_size(capacity)
         if params.n > batch:
             raise RequestError(f"n is {params.n}; a batch holds {batch} sequences", param="n")
 
@@ -260,11 +260,11 @@ class Admission:
         Each computes the last prompt token again, for logits of its own to sample from.
         """
         siblings = []
+        start = first.prompt_length - 1
         for index in range(1, first.request.params.n):
             sibling = self._new_sequence(first.live, index)
             if first.is_running:
-                shared = self._cache.fork(first.block_table, first.prompt_length)
-                sibling.start_from(shared, first.prompt_length - 1)
+                sibling.start_from(self._cache.fork(first.block_table, start), start)
             first.live.add_sequence(sibling)
             siblings.append(sibling)
         first.forked()

@@ -16,7 +16,7 @@ from quire.core.errors import (
     OverloadedError,
     StepCancelledError,
 )
-from quire.core.plan import SequencePlan, SequenceResult, StepResult, Want
+from quire.core.plan import NO_STATE, SequencePlan, SequenceResult, StepResult, Want
 from quire.core.request import Completion, Event, Request
 from quire.core.sampling import SamplingParams
 from quire.engine.admission import Admission
@@ -413,7 +413,7 @@ class Engine:
         if row.copies:
             self._scheduler.free_blocks(sequence)  # whether they were copied is unknown
         else:
-            sequence.rolled_back(row.plan.start)
+            self._scheduler.roll_back(sequence, row.plan.start)
 
     def _run_rows(self, rows: SequenceOf[Row], *, is_hung: bool) -> SequenceOf[SequenceResult]:
         """Run some rows of a failed step again, as a step of their own."""
@@ -563,6 +563,11 @@ class Engine:
         for sequence in alive:
             assert sequence.num_pending >= 0, "collected more than was planned"
             assert sequence.num_computed <= len(sequence.tokens) + sequence.num_pending
+            scheduler.cache.check_state(sequence.block_table, sequence.num_computed)
+        for row in [row for flight in self._flights for row in flight.step.rows]:
+            if not row.sequence.is_done and row.epoch == row.sequence.epoch:
+                held = {NO_STATE, *(slot for _, slot in row.sequence.block_table.states)}
+                assert held >= set(row.plan.states), "a step in flight has lost its states"
 
     def close(self) -> None:
         """Cancel every request and close the executor."""

@@ -65,6 +65,7 @@ class Lifecycle:
         self._step_id = step_id
         cache = self._scheduler.cache
         block_size, has_windows = cache.block_size, cache.has_windows
+        has_states = cache.has_states
         gaps: dict[float, int] = {}  # number of rows by the time of their previous token
         for row, result in results:
             plan, sequence, epoch, _ = row
@@ -83,6 +84,11 @@ class Lifecycle:
                 cache.cache_full_blocks(table, sequence.tokens, end)
                 if has_windows:
                     cache.release_unseen(table, end)
+            if has_states and epoch == sequence.epoch:
+                # Siblings to come start before the prompt's last token.
+                first = sequence.prompt_length - 1 if sequence.has_siblings_to_come else end
+                is_decoded = end > sequence.prompt_length
+                cache.state_computed(table, end, min(first, end), is_decoded=is_decoded)
             if plan.want is Want.SAMPLE:
                 before = sequence.last_token_at
                 gaps[before] = gaps.get(before, 0) + 1
@@ -208,7 +214,7 @@ class Lifecycle:
         metrics = sequence.request.metrics
         if metrics.first_token_at is None:
             metrics.first_token_at = now
-        if sequence.num_slots > 1:
+        if sequence.has_siblings_to_come:
             self._fork(sequence, now)
 
     def _fork(self, first: Sequence, now: float) -> None:

@@ -40,11 +40,12 @@ class Scheduler:
             capacity.block_size,
             prefix_reuse=config.prefix_reuse,
             windows=capacity.windows,
+            num_states=capacity.num_states,
         )
         self.waiting = WaitingQueues()
         self.parked: set[Sequence] = set()  # their readers do not keep up
         self.running: list[Sequence] = []  # by rank
-        self.max_batch_size = min(config.max_batch_size, capacity.max_batch_size)
+        self.max_batch_size = config.batch_size(capacity)
         self.max_step_tokens = min(config.max_step_tokens, capacity.max_step_tokens)
         self.batch_limit = self.max_batch_size  # Backoff's, by set_limits(): lowered on failures
         self.token_limit = self.max_step_tokens  # likewise: lowered while memory is short
@@ -140,6 +141,11 @@ class Scheduler:
         """Give a sequence's blocks back; what it computed counts no longer."""
         self.cache.free(sequence.block_table)
         sequence.lost_blocks()
+
+    def roll_back(self, sequence: Sequence, start: int) -> None:
+        """What was planned of a sequence from `start` on was not computed."""
+        sequence.rolled_back(start)
+        self.cache.drop_states(sequence.block_table, start)
 
     def park(self, sequence: Sequence, now: float) -> None:
         """Keep a sequence out of the batch and of its queue until unpark()."""

@@ -214,6 +214,11 @@ class Sequence:
         return self.live.request
 
     @property
+    def has_siblings_to_come(self) -> bool:
+        """Whether others will start from its prompt, and compute the last token of it again."""
+        return self.num_slots > 1
+
+    @property
     def num_remaining(self) -> int:
         """Tokens, known or pending, that no step has been planned for."""
         return len(self.tokens) + self.num_pending - self.num_computed

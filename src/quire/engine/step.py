@@ -34,6 +34,7 @@ _ROW_FIELDS = (
     "allowed",
     "prompt_targets",
     "other_tables",
+    "states",
 )
 check_fields(SequencePlan, _ROW_FIELDS)
 check_fields(History, ("prompt", "completion"))
@@ -118,6 +119,7 @@ class RowPlanner:
                 allowed,
                 (),  # prompt targets
                 table.other_ids,
+                (),  # states: with any, no position is ever writable before it is planned
             )
             row = (_new_tuple(SequencePlan, plan), sequence, sequence.epoch, ())
             rows.append(_new_tuple(Row, row))
@@ -137,16 +139,20 @@ class RowPlanner:
             num_tokens //= 2
 
     def plan_row(self, step: Step, sequence: Sequence, num_tokens: int) -> bool:
-        """Add a row of so many tokens; False if there are no blocks for it."""
+        """Add a row of so many tokens, or fewer where a state is wanted in between; False if there
+        are no blocks for it."""
         start = sequence.num_computed
         end = start + num_tokens
+        if self._cache.has_states:
+            end = self._end_at_state(sequence, end)
         copies: tuple[BlockCopy, ...] = ()
         if end > sequence.num_writable:
             found = self._cache.extend(sequence.block_table, start, end)
             if found is None:
                 return False
             copies = tuple(found)
-            sequence.made_writable(self._cache.blocks_for(end) * self._cache.block_size)
+            if not self._cache.has_states:  # else the next row asks for a state in any case
+                sequence.made_writable(self._cache.blocks_for(end) * self._cache.block_size)
         known = len(sequence.tokens)
         is_last = end == known + sequence.num_pending
         row = SequencePlan(
@@ -159,16 +165,32 @@ class RowPlanner:
             sequence.sampling if is_last else None,
             end - sequence.prompt_length if is_last else 0,
             other_tables=sequence.block_table.other_ids,
+            states=sequence.block_table.row_states,
         )
         if sequence.has_row_extras:
             row = self._add_extras(step, row, sequence)
         step.rows.append(Row(row, sequence, sequence.epoch, copies))
-        step.num_tokens += num_tokens
+        step.num_tokens += end - start
         step.context += end
         sequence.planned(end, step.id, row.want is Want.SAMPLE)
         if sequence.wait_reason is not None:
             sequence.wait_for(None, step.planned_at)
         return True
+
+    def _end_at_state(self, sequence: Sequence, end: int) -> int:
+        """Where a chunk up to `end` ends, so that states exist which others start from.
+
+        Siblings compute the prompt's last token again: it gets a step of its own. A prefix is found
+        where a state after full blocks is cached: chunks end at multiples of the block size, the
+        last of them before the last token. That is one more small step for most prompts.
+        """
+        start, size = sequence.num_computed, self._cache.block_size
+        if sequence.has_siblings_to_come and start < sequence.prompt_length - 1:
+            end = min(end, sequence.prompt_length - 1)
+        if sequence.block_table.salt is None or not self._chunking:
+            return end
+        full = min(end, start + sequence.num_remaining - 1) // size * size
+        return full if full > start else end
 
     def _add_extras(self, step: Step, row: SequencePlan, sequence: Sequence) -> SequencePlan:
         """What only some rows carry: history for penalties, a mask, prompt tokens to score."""

@@ -8,7 +8,15 @@ from typing import Any, Protocol
 
 from quire.core.clock import Clock, RealClock
 from quire.core.errors import ConfigError, ExecutorError, RowFaultError
-from quire.core.plan import Capacity, SequencePlan, SequenceResult, StepPlan, StepResult, Want
+from quire.core.plan import (
+    NO_STATE,
+    Capacity,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    StepResult,
+    Want,
+)
 from quire.core.windows import NO_WINDOWS, Windows, longest_context
 
 BLOCK_SIZE = 16  # tokens of a KV-cache block; the native and the CUDA kernels have no other
@@ -32,7 +40,8 @@ class Executor(Protocol):
 
     Steps take effect in the order they were submitted, block copies before rows. Submitting any
     part of a plan again gives the same results: a row writes only positions from its `start` on,
-    and always the same bytes. A row's result depends on that row alone.
+    and always the same bytes; the slot of the state that it writes is not the one that it reads. A
+    row's result depends on that row alone.
     """
 
     @property
@@ -92,10 +101,12 @@ def model_capacity(
     max_step_tokens: int,
     block_size: int = BLOCK_SIZE,
     windows: Windows = NO_WINDOWS,
+    num_states: int = 0,
 ) -> Capacity:
     """The capacity of an executor that runs this model with so many blocks.
 
     `windows`: of the groups into which it divides the layers; without any, one table is for all.
+    `num_states`: slots for states, of a model whose layers keep any.
     """
     for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
         if value < 1:
@@ -108,6 +119,7 @@ def model_capacity(
         max_batch_size=max_batch_size,
         max_step_tokens=max_step_tokens,
         windows=windows,
+        num_states=num_states,
     )
 
 
@@ -176,6 +188,7 @@ class ExecutorBase:
         for table, window in zip(tables, capacity.windows, strict=True):
             first = 0 if window is None else window.first_seen(row.start)
             self._check_table(table, first, end)
+        self._check_states(row)
 
     def _check_table(self, table: Sequence[int], first: int, end: int) -> None:
         """Whether a block table has the positions first..end."""
@@ -185,6 +198,24 @@ class ExecutorBase:
         blocks = table[first // size : -(-end // size)]
         if min(blocks) < 0 or max(blocks) >= num_blocks:
             raise RowFaultError(f"the block table {blocks} leaves the {num_blocks} blocks")
+
+    def _check_states(self, row: SequencePlan) -> None:
+        """Whether a row has the state that it starts from, and another to write."""
+        num_states = self.capacity.num_states
+        if len(row.states) != (2 if num_states else 0):
+            raise RowFaultError(
+                f"the row has {len(row.states)} states; of {num_states} slots it should have "
+                + ("one to read and one to write" if num_states else "none")
+            )
+        if not num_states:
+            return
+        source, target = row.states
+        is_there = source == NO_STATE if row.start == 0 else 0 <= source < num_states
+        if not is_there or not 0 <= target < num_states or source == target:
+            raise RowFaultError(
+                f"the row starts at {row.start} from state {source} and writes state {target}, of "
+                f"{num_states} slots"
+            )
 
 
 class StepSamples:

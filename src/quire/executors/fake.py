@@ -2,8 +2,9 @@
 
 It keeps tokens in block slots and derives each next token by hashing what it reads through the
 block table, so that a block given to two sequences, freed too early or copied too late changes the
-output. Time is virtual, and faults can be put in: rows that yield NaN, steps that raise, hang or
-run out of memory.
+output. Its states are running hashes of the tokens: a wrong slot changes the output as well. Time
+is virtual, and faults can be put in: rows that yield NaN, steps that raise, hang or run out of
+memory.
 """
 
 from array import array
@@ -21,6 +22,7 @@ from quire.core.errors import (
     StepTimeoutError,
 )
 from quire.core.plan import (
+    NO_STATE,
     Capacity,
     SequencePlan,
     SequenceResult,
@@ -99,6 +101,8 @@ class FakeExecutor(ExecutorBase):
     keep_plans: bool = False
     windows: Windows = NO_WINDOWS  # what its layers see
     has_groups: bool = True  # False: one block table for all, whatever they see
+    num_states: int = 0  # slots for states
+    keeps_states: bool = False  # also without slots: then they are hashed from all tokens
 
     def __post_init__(self) -> None:
         capacity = Capacity(
@@ -109,11 +113,13 @@ class FakeExecutor(ExecutorBase):
             max_batch_size=self.max_batch_size,
             max_step_tokens=self.max_step_tokens,
             windows=self.windows if self.has_groups else NO_WINDOWS,
+            num_states=self.num_states,
         )
         super().__init__(capacity, is_warm=False, clock=self.clock)
         self._store = TokenStore(self.num_blocks, self.block_size)
         self._free_at = 0.0
         self._samples = StepSamples()
+        self._states: dict[int, bytes] = {}  # by slot
 
     @property
     def is_closed(self) -> bool:
@@ -147,6 +153,7 @@ class FakeExecutor(ExecutorBase):
             raise StepTimeoutError(f"step {ticket.plan.step_id} took over {timeout_s} s")
         self.clock.advance_to(ticket.done_at)
         self._raise_faults(ticket.plan)
+        self._check_slots(ticket.plan)
         for copy in ticket.plan.copies:
             self._store.copy(copy.source, copy.target)
         rows = tuple(self._row(row) for row in ticket.plan.sequences)
@@ -164,14 +171,27 @@ class FakeExecutor(ExecutorBase):
         ):
             raise ExecutorMemoryError(f"step {plan.step_id} of {tokens} tokens: out of memory")
 
+    def _check_slots(self, plan: StepPlan) -> None:
+        """Rows are computed in any order: none may write what another reads or writes."""
+        targets = [row.states[1] for row in plan.sequences if row.states]
+        sources = {row.states[0] for row in plan.sequences if row.states}
+        if len(set(targets)) < len(targets) or sources & set(targets):
+            raise ExecutorError(f"step {plan.step_id}: rows write states {targets} of others")
+        unwritten = sources - self._states.keys() - {NO_STATE}
+        if unwritten:
+            raise ExecutorError(f"step {plan.step_id} reads states {unwritten}, never written")
+
     def _row(self, row: SequencePlan) -> SequenceResult:
         try:
             row = self._samples.resolved(row)
+            self._check_states(row)
         except RowFaultError as error:
             return SequenceResult(row.sequence_id, fault=str(error))
         self._store.write(row.block_table, row.start, row.tokens)
         for group, table in enumerate(row.other_tables, 1):
             self._store.write(table, row.start, [self._marked(t, group) for t in row.tokens])
+        if row.states:
+            self._states[row.states[1]] = self._state_after(row, row.end)
         scores = self._prompt_scores(row)
         if self.faults.nan(row):
             return SequenceResult(row.sequence_id, fault="the logits are NaN")
@@ -201,7 +221,22 @@ class FakeExecutor(ExecutorBase):
             if own:
                 seen = array("q", [self._marked(token, -own) for token in seen])
             hasher.update(seen.tobytes())
+        hasher.update(self._state_after(row, end))
         return int.from_bytes(hasher.digest(), "little")
+
+    def _state_after(self, row: SequencePlan, end: int) -> bytes:
+        """The state before `end`: from the one that the row starts from and the tokens since, or
+        without slots from all tokens."""
+        if row.states:
+            state = self._states.get(row.states[0], b"")
+            tokens = row.tokens[: end - row.start]
+        elif self.keeps_states:
+            state, tokens = b"", tuple(self._store.read(row.block_table, end))
+        else:
+            return b""
+        for token in tokens:
+            state = blake2b(state + token.to_bytes(8, "little"), digest_size=8).digest()
+        return state
 
     def _marked(self, token: int, group: int) -> int:
         """A token as a group keeps it, so that no other group's block passes for its own."""

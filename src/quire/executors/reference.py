@@ -47,6 +47,7 @@ from quire.model.spec import (
     layer_shapes,
     takes_bytes_by_token,
 )
+from quire.model.states import StateKind, StateMixer
 
 Floats = npt.NDArray[np.float32]
 Slots = npt.NDArray[np.intp]
@@ -54,11 +55,34 @@ KVPrecision = Literal["float32", "float16", "bfloat16", "int8", "fp8"]
 
 INT8_MAX, E4M3_MAX = 127.0, 448.0  # the largest codes of keys and values in bytes
 _SMALLEST_QUANTISED = np.float32(1e-35)
+_UNIT_EPSILON = 1e-6  # of vectors that are made one long
 
 _ALIGNMENT = 64  # bytes
 # Few enough that BLAS keeps a product on one thread: its sums may change with their number, and on
 # a busy machine its threads wait for each other far longer than they compute.
 _WEIGHTS_AT_ONCE = 1 << 18
+
+
+class States:
+    """The states of sequences, in numbered slots: of each layer that keeps one."""
+
+    def __init__(self, spec: ModelSpec, num_states: int) -> None:
+        self._layers = {
+            layer: np.zeros((num_states, part.num_elements), np.float32)
+            for layer, part in spec.states.items()
+        }
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self._layers.values())
+
+    def read(self, layer: int, slot: int) -> Floats:
+        """A copy; zeros before the first token."""
+        array = self._layers[layer]
+        return np.zeros(array.shape[1], np.float32) if slot < 0 else array[slot].copy()
+
+    def write(self, layer: int, slot: int, state: Floats) -> None:
+        self._layers[layer][slot] = state
 
 
 class KVBlocks:
@@ -91,16 +115,16 @@ class KVBlocks:
         layout: KVLayout,
         num_blocks: int,
         shape_of: Callable[[Attention], tuple[int, int]],
-    ) -> list[Floats]:
+    ) -> dict[int, Floats]:
         """The blocks of each layer in its slot: [blocks, block_size, kv_heads, head_dim] each."""
         sizes = layout.slot_sizes(spec, lambda part: math.prod(shape_of(part)))
         slots = [np.zeros((num_blocks, self.block_size * size), np.float32) for size in sizes]
         self._memory += slots
-        layers = []
-        for layer, slot in zip(spec.layers, layout.slots, strict=True):
-            shape = shape_of(layer.mixer)
-            own = slots[slot][:, : self.block_size * math.prod(shape)]
-            layers.append(own.reshape(num_blocks, self.block_size, *shape))
+        layers = {}
+        for layer, part in spec.attentions.items():
+            shape = shape_of(part)
+            own = slots[layout.slots[layer]][:, : self.block_size * math.prod(shape)]
+            layers[layer] = own.reshape(num_blocks, self.block_size, *shape)
         return layers
 
     @property
@@ -133,6 +157,13 @@ def _kv_shapes(part: Attention) -> tuple[tuple[int, int], tuple[int, int]]:
     if part.latent is not None:
         return (1, part.latent.kv_rank + part.latent.rope_dims), (0, 0)
     return (part.num_kv_heads, part.head_dim), (part.num_kv_heads, part.value_dim)
+
+
+class Cache(NamedTuple):
+    """What sequences keep."""
+
+    blocks: KVBlocks
+    states: States
 
 
 def kv_token_bytes(spec: ModelSpec, layout: KVLayout) -> int:
@@ -197,6 +228,7 @@ class Row:
     state: Floats  # [hidden]
     slots: tuple[Slots, ...]  # of each group: of every position up to its own, [position + 1]
     angles: tuple[Angles, ...]  # one for each of the spec's ropes
+    states: tuple[int, ...] = ()  # slots: of the state before it, and of that after it
     layer_inputs: Floats | None = None  # [layers, size]
 
     @property
@@ -219,9 +251,13 @@ class Row:
 class Decoder:
     def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         self.spec = spec
-        weights = _Weights(spec, tensors, "", ("output_norm.weight", "output_norm.bias"))
+        norms = [f"{x}_norm.{y}" for x in ("output", "token_embd") for y in ("weight", "bias")]
+        weights = _Weights(spec, tensors, "", norms)
+        self._embedding_norm = weights.norm("token_embd_norm", spec.embedding_norm)
         self.embedding = _decoded(tensors["token_embd.weight"])
         self._embedding_scale = np.float32(spec.embedding_scale)
+        positions = tensors.get("position_embd.weight")
+        self._positions = None if positions is None else _decoded(positions)
         self._output_norm = weights.norm("output_norm", spec.output_norm)
         head = self.embedding if spec.tied_head else _decoded(tensors["output.weight"])
         bias = _decoded(tensors["output.bias"]) if spec.head_bias else None
@@ -238,14 +274,18 @@ class Decoder:
         tied += 0 if self._head.bias is None else self._head.bias.nbytes
         layers = sum(layer.weight_bytes for layer in self._layers)
         inputs = 0 if self._layer_inputs is None else self._layer_inputs.weight_bytes
-        return self.embedding.nbytes + self._small_bytes + tied + layers + inputs
+        positions = 0 if self._positions is None else self._positions.nbytes
+        return self.embedding.nbytes + positions + self._small_bytes + tied + layers + inputs
 
-    def row(self, token: int, slots: tuple[Slots, ...]) -> Row:
+    def row(self, token: int, slots: tuple[Slots, ...], states: tuple[int, ...] = ()) -> Row:
         """The token at the last of these slots of each group."""
         state = self.embedding[token].copy()
         if self.spec.embedding_scale != 1.0:
             state *= self._embedding_scale
-        row = Row(state, slots, tuple(self._angles(len(slots[0]) - 1)))
+        if self._positions is not None:
+            state += self._positions[len(slots[0]) - 1]
+        state = self._embedding_norm(state)
+        row = Row(state, slots, tuple(self._angles(len(slots[0]) - 1)), states)
         if self._layer_inputs is not None:
             row.layer_inputs = self._layer_inputs(token, state)
         return row
@@ -258,7 +298,7 @@ class Decoder:
                 (np.sin(angles) * magnitude).astype(np.float32),
             )
 
-    def run(self, rows: Sequence[Row], blocks: KVBlocks, checkpoint: Callable[[], None]) -> None:
+    def run(self, rows: Sequence[Row], cache: "Cache", checkpoint: Callable[[], None]) -> None:
         """Take all rows through all layers, calling `checkpoint` before each.
 
         Layers are the outer loop, so that a matrix is fetched from memory once for all rows. All
@@ -266,7 +306,7 @@ class Decoder:
         """
         for layer in self._layers:
             checkpoint()
-            layer.run(rows, blocks)
+            layer.run(rows, cache)
 
     def final_state(self, row: Row) -> Floats:
         """The state after the last norm: what is pooled, and what logits are computed from."""
@@ -357,8 +397,7 @@ class _Layer:
         layer = self._layer = spec.layers[index]
         weights = _Weights(spec, tensors, f"blk.{index}.", layer_shapes(spec, index))
         self.weight_bytes = weights.num_bytes
-        kind = _Attention if layer.mixer.latent is None else _LatentAttention
-        self._mixer = kind(spec, index, weights)
+        self._mixer = _mixer(spec, index, weights)
         self._feed_forward = _feed_forward(layer.feed_forward, weights)
         self._mixer_norm = weights.norm("attn_norm", layer.mixer_norm)
         self._mixer_output_norm = weights.norm("post_attention_norm", layer.mixer_output_norm)
@@ -370,11 +409,10 @@ class _Layer:
             self._input_norm = weights.norm("post_norm", self._inputs.norm)
         self._output_scale = weights.get("layer_output_scale.weight")
 
-    def run(self, rows: Sequence[Row], blocks: KVBlocks) -> None:
+    def run(self, rows: Sequence[Row], cache: "Cache") -> None:
         normed = [self._mixer_norm(row.state) for row in rows]
-        queries = [self._mixer.project(row, x, blocks) for row, x in zip(rows, normed, strict=True)]
-        for row, query, x in zip(rows, queries, normed, strict=True):
-            mixed = self._mixer_output_norm(self._mixer.attend(row, query, blocks))
+        for row, x, mixed in zip(rows, normed, self._mixer.run(rows, normed, cache), strict=True):
+            mixed = self._mixer_output_norm(mixed)
             if self._layer.is_parallel:
                 own = x if self._layer.feed_forward_norm is None else self._feed_norm(row.state)
                 mixed = mixed + self._feed_output_norm(self._feed_forward(own, row.state))
@@ -399,19 +437,146 @@ class _Layer:
         return x if scale == 1.0 else x * np.float32(scale)
 
 
+def _mixer(
+    spec: ModelSpec, index: int, weights: _Weights
+) -> "_Attention | _Convolution | _Recurrence":
+    part = spec.layers[index].mixer
+    if isinstance(part, StateMixer):
+        kind = _Convolution if part.kind is StateKind.CONVOLUTION else _Recurrence
+        return kind(part, index, weights)
+    return (_Attention if part.latent is None else _LatentAttention)(spec, index, weights)
+
+
+class _Convolution:
+    """A short convolution of one layer, and what multiplies it before and after."""
+
+    def __init__(self, part: StateMixer, index: int, weights: _Weights) -> None:
+        self._part, self._index = part, index
+        self._input, self._output = weights.linear("ssm_in"), weights.linear("ssm_out")
+        self._taps = _aligned_copy(weights.array("ssm_conv1d.weight").T)  # [kernel, channels]
+        self._bias = weights.get("ssm_conv1d.bias")
+
+    def run(
+        self, rows: Sequence[Row], normed: Sequence[Floats], cache: "Cache"
+    ) -> Iterator[Floats]:
+        """What each row makes of its input; the states after them are written. The rows of a
+        sequence follow each other, and each begins with the state that the one before it left."""
+        for row, x in zip(rows, normed, strict=True):
+            source, target = row.states
+            state = cache.states.read(self._index, source)
+            yield self._step(x, state)
+            cache.states.write(self._index, target, state)
+
+    def _step(self, x: Floats, state: Floats) -> Floats:
+        """One token: its output, and the state after it in the place of the state before it."""
+        before, after, own = np.split(self._input(x), 3)
+        return self._output(after * self._convolved(before * own, state))
+
+    def _convolved(self, inputs: Floats, state: Floats) -> Floats:
+        """The sum over the last tokens in their order, this one last; it joins the state."""
+        part = self._part
+        past = state[: part.num_convolved].reshape(part.kernel - 1, part.num_channels)
+        total: Floats = np.zeros(part.num_channels, np.float32)
+        for tap, seen in zip(self._taps, (*past, inputs), strict=True):
+            total = total + tap * seen
+        past[:-1], past[-1] = past[1:].copy(), inputs
+        return total if self._bias is None else total + self._bias
+
+
+class _Recurrence(_Convolution):
+    """Gated DeltaNet or Mamba 2 of one layer."""
+
+    def __init__(self, part: StateMixer, index: int, weights: _Weights) -> None:
+        super().__init__(part, index, weights)
+        self._is_delta_net = part.kind is StateKind.DELTA_NET
+        self._gate, self._alpha = weights.linear("ssm_gate"), weights.linear("ssm_alpha")
+        self._beta = weights.linear("ssm_beta") if self._is_delta_net else None
+        self._a, self._dt = weights.array("ssm_a.weight"), weights.array("ssm_dt.bias")
+        self._d = weights.get("ssm_d.weight")
+        self._norm = weights.array("ssm_norm.weight")
+
+    def _step(self, x: Floats, state: Floats) -> Floats:
+        part = self._part
+        convolved = _silu(self._convolved(self._input(x), state))
+        query_at, key_at, value_at = part.channel_offsets
+        queries, keys = (
+            convolved[start : start + part.group_size].reshape(part.num_groups, part.key_dim)
+            for start in (query_at, key_at)
+        )
+        values = convolved[value_at : value_at + part.output_size].reshape(part.num_heads, -1)
+        steps = _softplus(self._alpha(x) + self._dt)
+        decays = np.exp(self._a * steps)
+        if self._beta is not None:
+            queries, keys = _unit(queries) * np.float32(part.key_dim**-0.5), _unit(keys)
+            steps = _sigmoid(self._beta(x))
+        matrices = state[part.num_convolved :].reshape(-1, part.key_dim, part.value_dim)
+        heads = np.empty((part.num_heads, part.value_dim), np.float32)
+        for head in range(part.num_heads):
+            group, matrix = part.group_of(head), matrices[head]
+            matrix *= decays[head]
+            value = values[head]
+            if self._is_delta_net:
+                value = value - _row_sum(matrix, keys[group])
+            matrix += np.outer(keys[group], value * steps[head])
+            heads[head] = _row_sum(matrix, queries[group])
+            if self._d is not None:
+                heads[head] += self._d[head] * values[head]
+        return self._output(self._gated(heads, self._gate(x)))
+
+    def _gated(self, heads: Floats, gate: Floats) -> Floats:
+        """DeltaNet's heads are normed each, then gated; Mamba's are gated, then normed by group."""
+        part = self._part
+        if self._is_delta_net:
+            return rms_norm(heads, self._norm, part.norm_epsilon).ravel() * _silu(gate)
+        groups = (heads.ravel() * _silu(gate)).reshape(part.num_groups, -1)
+        return rms_norm(groups, None, part.norm_epsilon).ravel() * self._norm
+
+
+def _row_sum(matrix: Floats, factors: Floats) -> Floats:
+    """The sum of a matrix's rows, each times its factor, in their order."""
+    total: Floats = np.add.reduce(matrix * factors[:, None], axis=0)
+    return total
+
+
+def _unit(vectors: Floats) -> Floats:
+    """Of length 1 each."""
+    squares = np.float32(np.sum(np.square(vectors), axis=-1, keepdims=True, dtype=np.float64))
+    scaled: Floats = vectors * (np.float32(1.0) / np.sqrt(squares + np.float32(_UNIT_EPSILON)))
+    return scaled
+
+
+def _softplus(x: Floats) -> Floats:
+    made: Floats = np.where(x > 20.0, x, np.log1p(np.exp(np.minimum(x, np.float32(20.0)))))
+    return made
+
+
 class _Attention:
     """Attention of one layer, a row at a time."""
 
     def __init__(self, spec: ModelSpec, index: int, weights: _Weights) -> None:
-        part = self._part = spec.layers[index].mixer
+        part = self._part = spec.layers[index].attention
         self._index = index
         self._kv_layer = index if part.kv_layer is None else part.kv_layer
         self._rope_index = None if part.rope is None else spec.ropes.index(part.rope)
         self._scale = np.float32(part.scale)
         self._output = weights.linear("attn_output")
+        self._slopes = np.array(part.alibi_slopes, np.float32)
         self._sinks = weights.get("attn_sinks.weight")
         self._output_norm = weights.norm("attn_sub_norm", part.output_norm)
+        self._gate = weights.linear("attn_gate") if part.has_output_gate else None
         self._load(weights)
+
+    def run(
+        self, rows: Sequence[Row], normed: Sequence[Floats], cache: "Cache"
+    ) -> Iterator[Floats]:
+        """What each row makes of what it sees, once all keys and values are written."""
+        pairs = list(zip(rows, normed, strict=True))
+        queries = [self.project(row, x, cache.blocks) for row, x in pairs]
+        for (row, x), query in zip(pairs, queries, strict=True):
+            heads = self.attend(row, query, cache.blocks)
+            if self._gate is not None:
+                heads = heads * _sigmoid(self._gate(x))
+            yield self._output(self._output_norm(heads))
 
     def _load(self, weights: _Weights) -> None:
         part = self._part
@@ -438,6 +603,7 @@ class _Attention:
         return query
 
     def attend(self, row: Row, query: Floats, blocks: KVBlocks) -> Floats:
+        """What all heads leave of what the row sees."""
         part = self._part
         seen = row.seen(part, blocks.groups[self._kv_layer])
         keys, values = blocks.read(self._kv_layer, seen)
@@ -445,9 +611,12 @@ class _Attention:
         grouped = query.reshape(part.num_kv_heads, -1, part.head_dim)
         scores = np.matmul(grouped, keys.transpose(1, 2, 0)) * self._scale
         scores = soft_capped(scores, part.soft_cap)
+        if part.alibi:
+            distances = np.arange(1 - len(seen), 1, dtype=np.float32)
+            scores = scores + self._slopes.reshape(part.num_kv_heads, -1, 1) * distances
         sinks = None if self._sinks is None else self._sinks.reshape(part.num_kv_heads, -1, 1)
-        output = np.matmul(softmax(scores, sinks), values.transpose(1, 0, 2)).ravel()
-        return self._output(self._output_norm(output))
+        heads: Floats = np.matmul(softmax(scores, sinks), values.transpose(1, 0, 2))
+        return heads.ravel()
 
     def _turned(self, projected: Floats, num_heads: int, norm: NormFunction, row: Row) -> Floats:
         """Queries or keys by head, normed and with rope."""
@@ -516,7 +685,7 @@ class _LatentAttention(_Attention):
         shares = softmax(soft_capped(scores, part.soft_cap))
         vectors = np.matmul(shares, _aligned_copy(keys[:, : latent.kv_rank]))
         heads = [linear(vector) for linear, vector in zip(self._value_heads, vectors, strict=True)]
-        return self._output(np.concatenate(heads))
+        return np.concatenate(heads)
 
 
 def _latent(part: Attention) -> Latent:
@@ -534,13 +703,16 @@ def _feed_forward(part: Dense | Experts, weights: _Weights) -> FeedForward:
 class _Dense:
     def __init__(self, part: Dense, weights: _Weights, suffix: str = "") -> None:
         self._activation = part.activation
+        self._numbers = weights.get("ffn_xielu.weight")
         self._gate = weights.linear(f"ffn_gate{suffix}") if part.is_gated else None
         self._up = weights.linear(f"ffn_up{suffix}")
         self._down = weights.linear(f"ffn_down{suffix}")
         self._inner_norm = weights.norm("ffn_sub_norm", part.inner_norm)
 
     def __call__(self, x: Floats, _state: Floats | None = None) -> Floats:
-        if self._gate is None:
+        if self._numbers is not None:
+            product = xielu(self._up(x), self._numbers)
+        elif self._gate is None:
             product = _ACTIVATIONS[self._activation](self._up(x))
         else:
             product = gated(self._activation, self._gate(x), self._up(x))
@@ -604,6 +776,8 @@ def route(part: Experts, logits: Floats, choice_bias: Floats | None = None) -> t
     """The experts of a token in ascending order, and their weights. Of experts that are equally
     good the first is chosen."""
     router = part.router
+    if router.scoring is Scoring.SPARSE_MIXER:
+        return _mixed_sparsely(router, logits)
     scores = softmax(logits) if router.scoring is Scoring.SOFTMAX else _sigmoid(logits)
     choice = scores if choice_bias is None else scores + choice_bias
     if router.num_groups > 1:
@@ -614,6 +788,24 @@ def route(part: Experts, logits: Floats, choice_bias: Floats | None = None) -> t
     if router.normalises:
         shares = shares / shares.sum()
     return chosen, shares * np.float32(router.scale)
+
+
+def _mixed_sparsely(router: Router, logits: Floats) -> tuple[Slots, Floats]:
+    first, second = np.argsort(-logits, kind="stable")[:2]
+    others = logits.copy()
+    others[first] = -np.inf
+    shares = {first: _share_among_near(logits, first), second: _share_among_near(others, second)}
+    chosen = np.sort(np.array([first, second]))
+    return chosen, np.array([shares[expert] for expert in chosen]) * np.float32(router.scale)
+
+
+def _share_among_near(scores: Floats, expert: np.intp) -> np.float32:
+    """Of a softmax over the scores near the expert's, which is the highest."""
+    highest = scores[expert]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distances = (highest - scores) / np.maximum(np.abs(scores), highest)
+    near = np.isfinite(scores) & ~(distances > np.float32(0.02))
+    return np.float32(1.0 / np.exp(scores[near] - highest).sum())
 
 
 def _in_best_groups(router: Router, choice: Floats) -> Floats:
@@ -700,6 +892,14 @@ def _gelu_tanh(x: Floats) -> Floats:
 
 def _relu2(x: Floats) -> Floats:
     return np.square(np.maximum(x, np.float32(0.0)))
+
+
+def xielu(x: Floats, numbers: Floats) -> Floats:
+    alpha, other_alpha, beta, epsilon = numbers
+    with np.errstate(over="ignore"):
+        below = (np.expm1(np.minimum(x, epsilon)) - x) * other_alpha
+    made: Floats = np.where(x > 0, alpha * x * x, below) + beta * x
+    return made
 
 
 _ACTIVATIONS: Mapping[Activation, Callable[[Floats], Floats]] = {
@@ -812,7 +1012,7 @@ class ReferenceExecutor(ThreadedExecutor):
 
     `kv_precision`: float32, or that of another executor's KV cache to be compared with. It
     takes as much memory as float32. `layout`: of the KV cache; None: one block table for all
-    layers.
+    layers. `num_states`: slots for the states of sequences, of models that keep any; None: a few.
     """
 
     def __init__(
@@ -825,14 +1025,23 @@ class ReferenceExecutor(ThreadedExecutor):
         max_step_tokens: int = 512,
         kv_precision: KVPrecision = "float32",
         layout: KVLayout | None = None,
+        num_states: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         layout = layout or one_group(model.spec)
+        num_states = model.spec.num_state_slots(num_states)
         capacity = model_capacity(
-            model.spec, num_blocks, max_batch_size, max_step_tokens, block_size, layout.windows
+            model.spec,
+            num_blocks,
+            max_batch_size,
+            max_step_tokens,
+            block_size,
+            layout.windows,
+            num_states,
         )
         self._decoder = Decoder(model.spec, model.tensors)
         self._blocks = KVBlocks(model.spec, layout, num_blocks, block_size, kv_precision)
+        self._cache = Cache(self._blocks, States(model.spec, num_states))
         super().__init__(
             capacity,
             "quire-reference",
@@ -842,7 +1051,8 @@ class ReferenceExecutor(ThreadedExecutor):
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        return {"weights": self._decoder.weight_bytes, "kv": self._blocks.num_bytes}
+        kept = self._blocks.num_bytes + self._cache.states.num_bytes
+        return {"weights": self._decoder.weight_bytes, "kv": kept}
 
     def _run(self, plan: StepPlan, flag: CancelFlag) -> RowResults:
         with np.errstate(all="ignore"):  # what is not finite is found in its row
@@ -850,7 +1060,7 @@ class ReferenceExecutor(ThreadedExecutor):
                 self._blocks.copy(copy.source, copy.target)
             chunks = [self._chunk(sequence) for sequence in plan.sequences]
             rows = [row for chunk in chunks if isinstance(chunk, _Chunk) for row in chunk.rows]
-            self._decoder.run(rows, self._blocks, flag.check)
+            self._decoder.run(rows, self._cache, flag.check)
             return RowResults(tuple(self._result(chunk) for chunk in chunks))
 
     # ---- one sequence
@@ -863,10 +1073,12 @@ class ReferenceExecutor(ThreadedExecutor):
             return SequenceResult(plan.sequence_id, fault=str(error))
         tables = (plan.block_table, *plan.other_tables)
         slots = [self._blocks.slots(table, plan.end) for table in tables]
-        rows = [
-            self._decoder.row(token, tuple(of_group[: position + 1] for of_group in slots))
-            for position, token in enumerate(plan.tokens, plan.start)
-        ]
+        rows = []
+        states = plan.states
+        for position, token in enumerate(plan.tokens, plan.start):
+            seen = tuple(of_group[: position + 1] for of_group in slots)
+            rows.append(self._decoder.row(token, seen, states))
+            states = states[1:] * 2  # those after the first go on where the one before them ended
         return _Chunk(plan, tuple(rows))
 
     def _result(self, chunk: _Chunk | SequenceResult) -> SequenceResult:

@@ -40,7 +40,14 @@ from quire.loader.reading import read_capped
 from quire.model.fingerprint import fingerprint_of
 from quire.model.generation import read_defaults
 from quire.model.isolated import examine
-from quire.model.loading import Model, end_token_ids, load_model, read_tokenizer
+from quire.model.loading import (
+    FileForm,
+    Model,
+    end_token_ids,
+    form_of,
+    load_model,
+    read_tokenizer,
+)
 from quire.model.spec import MAX_SIZES, Experts, ModelSpec, tensor_shapes
 from quire.structured import Grammars
 from quire.tokenizer import Tokenizer
@@ -67,6 +74,7 @@ class ModelText:
     and defaults. `path`: the file, where it was found."""
 
     path: Path
+    form: FileForm
     spec: ModelSpec
     tokenizer: Tokenizer | None
     end_token_ids: tuple[int, ...]
@@ -82,6 +90,7 @@ class Assembly:
     `options.device` names the device that runs it, also where "auto" was asked for.
     """
 
+    form: FileForm
     spec: ModelSpec
     tokenizer: Tokenizer | None
     executor: Executor
@@ -96,10 +105,16 @@ class Assembly:
     fingerprint: str  # as ModelText's
 
     def with_batch_size(self, max_batch_size: int) -> "Assembly":
-        """The same for batches of another size, which must have blocks enough."""
+        """The same for batches of another size, which must have blocks and states enough."""
         options = replace(self.options, max_batch_size=max_batch_size)
-        options.engine_config()
-        self.memory.check_batch(self.executor.capacity.num_blocks, max_batch_size)
+        config, capacity = options.engine_config(), self.executor.capacity
+        self.memory.check_batch(capacity.num_blocks, max_batch_size)
+        fitting = config.batch_size(capacity)
+        if capacity.num_states and fitting < max_batch_size:
+            raise ConfigError(
+                f"max_batch_size is {max_batch_size}, and the model was loaded with states for "
+                f"{fitting} sequences: load it again with max_batch_size={max_batch_size}"
+            )
         return replace(self, options=options)
 
     @property
@@ -186,6 +201,7 @@ def assemble_examined(path: Path, options: Options) -> Assembly:
         text = _text_of(loaded, options)
         options, (executor, memory), reason = load_chosen(options, loaded, print_notice)
         return Assembly(
+            form=text.form,
             spec=loaded.spec,
             tokenizer=text.tokenizer,
             executor=executor,
@@ -219,6 +235,7 @@ class MemoryNeed(NamedTuple):
     weight_bytes: int
     family: str
     num_parameters: int
+    form: FileForm
 
     @property
     def fits(self) -> bool:
@@ -238,12 +255,13 @@ def predict_memory(model: str | Path, options: Options) -> MemoryNeed:
         return MemoryNeed(
             path,
             device.name,
-            plan.weights + plan.workspace + kv_bytes,
+            plan.taken + kv_bytes,
             plan.available,
             plan.longest_context(kv_bytes // plan.block_bytes, loaded.spec.context_length),
             plan.weights,
             loaded.spec.family,
             sum(math.prod(shape) for shape in tensor_shapes(loaded.spec).values()),
+            form_of(loaded),
         )
 
 
@@ -269,6 +287,7 @@ def _text_of(model: Model, options: Options) -> ModelText:
     )
     return ModelText(
         path=model.path,
+        form=form_of(model),
         spec=model.spec,
         tokenizer=tokenizer,
         end_token_ids=end_token_ids(model, tokenizer),

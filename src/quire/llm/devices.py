@@ -23,7 +23,7 @@ from quire.core.config import EngineConfig, check_i2s_packing
 from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu import check_native_module, check_unit, has_native_module
-from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import Threads, state_bytes, weight_bytes, workspace_bytes
 from quire.executors.reference import KVPrecision, ReferenceExecutor, kv_token_bytes
 from quire.llm.crossover import better_device, measured_for, remembered, small_batch
 from quire.llm.machine import (
@@ -44,10 +44,10 @@ from quire.llm.placement import (
     place_feed_forwards,
 )
 from quire.llm.prompts import no_parameter
+from quire.model.features import check_lowered
 from quire.model.generation import MODES
 from quire.model.kv_layout import grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model, memory_estimate
-from quire.model.spec import check_lowered
 
 AUTO = "auto"
 CACHE_TYPES = ("auto", "f16", "fp8", "int8")
@@ -87,6 +87,8 @@ _REFERENCE_PRECISIONS: Mapping[str, KVPrecision] = {
     "int8": "int8",
 }
 _MAX_CPU_BATCH = 1 << 20
+_FLOAT_BYTES = 4
+_SPARE_STATES = 8  # beyond those that a batch needs: for cached prefixes
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.
 _MIN_CUDA_BATCH = 256
 _CUDA_WORKSPACE = 2 << 30  # what is kept free, and what loading takes for a while
@@ -252,6 +254,14 @@ class Device(ABC):
             )
 
 
+def _with_states(plan: MemoryPlan, options: Options) -> MemoryPlan:
+    """With slots for states: what a full batch needs and some that cached prefixes keep, or as many
+    as there is memory for. Then the batch is smaller (EngineConfig.batch_size)."""
+    each = options.engine_config().states_per_sequence
+    wanted = options.max_batch_size * each + _SPARE_STATES
+    return plan.with_states(wanted, fewest=each, kv_memory=options.kv_memory)
+
+
 class _HostDevice(Device):
     """A device in the machine's own memory: the KV cache is sized before weights are loaded."""
 
@@ -260,10 +270,20 @@ class _HostDevice(Device):
         memory = self.memory_plan(model, options)
         num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
         memory.check_batch(num_blocks, options.max_batch_size)
-        return Loaded(self.make_executor(model, num_blocks, options), memory)
+        executor = self.make_executor(model, num_blocks, options, memory.num_states)
+        fitting = options.engine_config().batch_size(executor.capacity)
+        if memory.num_states and fitting < options.max_batch_size:
+            _warn_once(
+                f"there is memory for the states of a batch of {fitting}, not of max_batch_size "
+                f"({options.max_batch_size}): batches are of {fitting} at most"
+            )
+        return Loaded(executor, memory)
 
     @abstractmethod
-    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor: ...
+    def make_executor(
+        self, model: Model, num_blocks: int, options: Options, num_states: int | None = None, /
+    ) -> Executor:
+        """`num_states`: slots for states; None: a few."""
 
 
 # ---- reference
@@ -285,16 +305,20 @@ class ReferenceDevice(_HostDevice):
     def memory_plan(self, model: Model, options: Options, /) -> MemoryPlan:
         estimate = memory_estimate(model, num_kv_tokens=0)
         layout = grouped(model.spec, BLOCK_SIZE)
-        return MemoryPlan(
+        plan = MemoryPlan(
             estimate.float32_weights,
             estimate.kv_per_token,
             available_memory(),
             windows=layout.windows,
             group_bytes=kv_token_bytes(model.spec, layout),
             chunk=options.engine_config().smallest_chunk,
+            state_bytes=_FLOAT_BYTES * model.spec.num_state_elements,
         )
+        return _with_states(plan, options)
 
-    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor:
+    def make_executor(
+        self, model: Model, num_blocks: int, options: Options, num_states: int | None = None, /
+    ) -> Executor:
         return ReferenceExecutor(
             model,
             num_blocks=num_blocks,
@@ -302,6 +326,7 @@ class ReferenceDevice(_HostDevice):
             max_step_tokens=_ANY_SIZE,
             kv_precision=_REFERENCE_PRECISIONS[options.kv_cache_dtype],
             layout=grouped(model.spec, BLOCK_SIZE),
+            num_states=num_states,
         )
 
 
@@ -342,15 +367,18 @@ class CpuDevice(_HostDevice):
             windows=layout.windows,
             group_bytes=kv_bytes_in_block(spec, layout, is_int8),
             chunk=config.smallest_chunk,
+            state_bytes=state_bytes(spec),
         )
         # Positions that the default cache holds; rope tables are copied as they grow.
         num_blocks = DEFAULT_KV_BYTES // plan.block_bytes
         positions = 2 * plan.longest_context(num_blocks, spec.context_length)
         threads = num_threads(options.threads)
         workspace = workspace_bytes(spec, model.tensors, config.max_step_tokens, positions, threads)
-        return replace(plan, workspace=workspace)
+        return _with_states(replace(plan, workspace=workspace), options)
 
-    def make_executor(self, model: Model, num_blocks: int, options: Options, /) -> Executor:
+    def make_executor(
+        self, model: Model, num_blocks: int, options: Options, num_states: int | None = None, /
+    ) -> Executor:
         from quire.executors.cpu.executor import CpuExecutor
 
         count = num_threads(options.threads)
@@ -363,6 +391,7 @@ class CpuDevice(_HostDevice):
             max_batch_size=_MAX_CPU_BATCH,
             max_step_tokens=_MAX_CPU_BATCH,
             layout=grouped(model.spec, BLOCK_SIZE),
+            num_states=num_states,
         )
         if executor.fallback is not None:
             _warn_once(executor.fallback)
@@ -501,10 +530,19 @@ def _warm_up(executor: Executor) -> None:
 
 
 def _require_cuda() -> None:
+    """Raise a ConfigError for the first thing that is missing: packages are of no use without a
+    driver."""
+    if not has_nvidia_driver():
+        raise ConfigError(
+            "device is 'cuda', but there is no NVIDIA driver on this machine: use device='cpu', or "
+            "look at `quire doctor`"
+        )
     try:
         from quire.executors.cuda import require_gpu
     except ImportError as error:
-        raise ConfigError("device 'cuda' needs torch and triton: install quire[cuda]") from error
+        raise ConfigError(
+            f"device 'cuda' needs torch and triton ({error}): pip install 'quire[cuda]'"
+        ) from error
     require_gpu()
 
 

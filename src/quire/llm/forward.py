@@ -3,7 +3,8 @@ of texts.
 
 ForwardRows keeps keys and values between calls. Its rows take their blocks from the engine's own
 cache, so that the two never write the same one. They offer nothing to prefix reuse and take nothing
-from it. Blocks that they keep are reserved: requests must fit into the others.
+from it. Blocks that they keep are reserved: requests must fit into the others. Where layers keep
+states, a row keeps the state after its last token alone: it goes on there or begins anew.
 
 A TextScore comes from the log-probabilities of a text's tokens. An embedding is the hidden state
 after the last token and the final norm, scaled to length 1: fit to compare texts roughly, and no
@@ -47,6 +48,10 @@ class _Chunk(NamedTuple):
     start: int
     tokens: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
 
 class ForwardRows:
     """The rows of one engine's cache; used between two of its steps."""
@@ -56,7 +61,7 @@ class ForwardRows:
         self._executor = engine.executor
         self._cache = engine.cache
         capacity = engine.executor.capacity
-        self._max_batch_size = min(engine.config.max_batch_size, capacity.max_batch_size)
+        self._max_batch_size = engine.config.batch_size(capacity)
         self._max_step_tokens = min(engine.config.max_step_tokens, capacity.max_step_tokens)
         self._rows: dict[int, _Row] = {}
         self._step_ids = count(-1, -1)  # apart from the engine's
@@ -71,15 +76,17 @@ class ForwardRows:
             raise ExecutorError(f"{self._engine.health_report.cause}; restart the process")
         given = _items(rows, "rows")
         chunks = self._checked(given, start_positions, split=split)
-        self._make_room(chunks)
+        self._cut_rows(chunks)
         try:
             logits = self._compute(chunks)
         except BaseException:
-            for chunk in chunks:  # a row counts as far as it is known to be sound
-                self._rows[chunk.row].length = chunk.start
+            for chunk in chunks:
+                self._give_up(chunk)
             raise
+        finally:
+            self._reserve()
         for chunk in chunks:
-            self._rows[chunk.row].length = chunk.start + len(chunk.tokens)
+            self._rows[chunk.row].length = chunk.end
         none = np.empty((0, self._executor.capacity.vocabulary_size), np.float32)
         return [logits.get(number, none) for number in range(len(given))]
 
@@ -118,6 +125,8 @@ class ForwardRows:
         for chunk in chunks:
             self._check(chunk)
         self._check_blocks(chunks)
+        if self._cache.has_states:
+            self._check_states(chunks)
         return chunks
 
     def _check(self, chunk: _Chunk) -> None:
@@ -141,10 +150,16 @@ class ForwardRows:
                 "far, and a start is at most that",
                 param="start_positions",
             )
-        end = chunk.start + len(chunk.tokens)
-        if end > capacity.max_context:
+        if self._cache.has_states and chunk.start not in (0, length):
             raise RequestError(
-                f"rows[{chunk.row}] would come to {end} tokens; the context holds "
+                f"start_positions[{chunk.row}] is {chunk.start}; layers of this model keep a state "
+                f"instead of keys and values, so a row goes on where it ended ({length}) or begins "
+                "anew at 0",
+                param="start_positions",
+            )
+        if chunk.end > capacity.max_context:
+            raise RequestError(
+                f"rows[{chunk.row}] would come to {chunk.end} tokens; the context holds "
                 f"{capacity.max_context}",
                 param="rows",
             )
@@ -152,9 +167,9 @@ class ForwardRows:
     def _check_blocks(self, chunks: Sequence[_Chunk]) -> None:
         given = {chunk.row for chunk in chunks}
         kept = sum(row.table.num_held for n, row in self._rows.items() if n not in given)
-        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
         # A row keeps all of its blocks, also of windowed groups: it may go back to any position.
-        needed = sum(map(self._cache.blocks_for, ends)) * len(self._cache.windows)
+        each = [self._cache.blocks_for(chunk.end) for chunk in chunks]
+        needed = sum(each) * len(self._cache.windows)
         num_blocks = self._cache.pool.num_blocks
         # Not those that requests hold, nor those that the largest of them needs.
         unused = self._cache.pool.num_free + self._num_blocks
@@ -168,6 +183,19 @@ class ForwardRows:
                 param="rows",
             )
 
+    def _check_states(self, chunks: Sequence[_Chunk]) -> None:
+        """Each row keeps one; those that a full batch of requests holds are not touched, so that
+        there are enough for steps of rows, too: between its steps a request holds one."""
+        per_request = self._engine.config.states_per_running
+        most = self._cache.state_pool.num_blocks - self._max_batch_size * per_request
+        rows = {chunk.row for chunk in chunks} | self._rows.keys()
+        if len(rows) > most:
+            raise RequestError(
+                f"with rows of earlier calls there are {len(rows)} rows, each with a state, and "
+                f"memory holds {most} beside those of requests: clear() rows or give fewer",
+                param="rows",
+            )
+
     # ---- computing
 
     @property
@@ -178,19 +206,24 @@ class ForwardRows:
     def _reserve(self) -> None:
         self._engine.reserve_blocks(self._num_blocks)
 
-    def _make_room(self, chunks: Sequence[_Chunk]) -> None:
-        """Take back the rows' blocks past their starts, then give them blocks for new tokens."""
+    def _cut_rows(self, chunks: Sequence[_Chunk]) -> None:
+        """Take back the rows' blocks past their starts."""
         for chunk in chunks:
             row = self._rows.setdefault(chunk.row, _Row(self._cache.new_table(None)))
             whole = row.table
             row.table = self._cache.fork(whole, chunk.start)
             self._cache.free(whole)
             row.length = chunk.start
-        for chunk in chunks:
-            table = self._rows[chunk.row].table
-            copies = self._cache.extend(table, chunk.start, chunk.start + len(chunk.tokens))
-            assert copies == [], "rows share no blocks, and there are enough"
-        self._reserve()
+
+    def _give_up(self, chunk: _Chunk) -> None:
+        """A row counts as far as it is known to be sound, or not at all where steps that ran gave
+        back the state that it started from."""
+        row = self._rows[chunk.row]
+        row.length = chunk.start
+        self._cache.drop_states(row.table, chunk.start)
+        if self._cache.has_states and not row.table.states:
+            self._cache.free(row.table)
+            row.length = 0
 
     def _compute(self, chunks: Sequence[_Chunk]) -> dict[int, Logits]:
         """The logits of each row, by its number."""
@@ -201,6 +234,9 @@ class ForwardRows:
                 if result.fault is not None:
                     raise RowFaultError(f"rows[{chunk.row}]: {result.fault}")
                 pieces[chunk.row].append(np.asarray(result.logits, np.float32))
+            if self._cache.has_states:
+                for chunk in step:
+                    self._cache.state_computed(self._rows[chunk.row].table, chunk.end, chunk.end)
         return {row: np.concatenate(of_row) for row, of_row in pieces.items()}
 
     def _steps(self, chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
@@ -222,6 +258,8 @@ class ForwardRows:
 
     def _plan(self, chunk: _Chunk) -> SequencePlan:
         table = self._rows[chunk.row].table
+        copies = self._cache.extend(table, chunk.start, chunk.end)
+        assert copies == [], "rows share no blocks, and there are enough"
         return SequencePlan(
             chunk.row,
             chunk.start,
@@ -230,6 +268,7 @@ class ForwardRows:
             table.ids,
             Want.LOGITS,
             other_tables=table.other_ids,
+            states=table.row_states,
         )
 
     def _execute(self, plan: StepPlan) -> tuple[SequenceResult, ...]:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.core.errors import ConfigError
@@ -164,6 +164,23 @@ class MemoryPlan:
     windows: Windows = NO_WINDOWS  # of the groups of layers
     group_bytes: int | None = None  # of a token in a block, which holds one group; None: all layers
     chunk: int = 1  # tokens of a sequence that must fit into steps not collected
+    state_bytes: int = 0  # of a state, of a model whose layers keep any
+    num_states: int = 0  # slots for them; see EngineConfig.states_per_sequence
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all but the KV cache."""
+        return self.weights + self.workspace + self.state_bytes * self.num_states
+
+    def with_states(self, wanted: int, fewest: int, kv_memory: str | int | None) -> "MemoryPlan":
+        """With slots for states: those that are wanted, fewer where memory for them and the cache
+        is short. What cannot hold the fewest either is refused with the weights."""
+        if not self.state_bytes or self.available is None:
+            return replace(self, num_states=wanted if self.state_bytes else 0)
+        left = self.available - self.weights - self.workspace
+        cache = min(DEFAULT_KV_BYTES, left // 2) if kv_memory is None else parse_bytes(kv_memory)
+        fitting = max(fewest, (left - cache) // self.state_bytes)
+        return replace(self, num_states=min(wanted, fitting))
 
     @property
     def block_bytes(self) -> int:
@@ -180,14 +197,14 @@ class MemoryPlan:
     def pool_bytes(self, kv_memory: str | int | None) -> int:
         """The bytes of the cache: as asked, or what suits the machine."""
         self._check_model()
-        taken = self.weights + self.workspace
+        taken = self.taken
         if kv_memory is None:
             left = DEFAULT_KV_BYTES if self.available is None else (self.available - taken) // 2
             return min(DEFAULT_KV_BYTES, left)
         size = parse_bytes(kv_memory)
         if self.available is not None and taken + size > self.available:
             raise ConfigError(
-                f"kv_memory is {format_bytes(size)} and the weights{self._and_workspace} take "
+                f"kv_memory is {format_bytes(size)} and the weights{self._and_others} take "
                 f"{format_bytes(taken)}, but this machine has "
                 f"{format_bytes(self.available)} available: give at most "
                 f"{format_bytes(self.available - taken)}"
@@ -195,14 +212,18 @@ class MemoryPlan:
         return size
 
     @property
-    def _and_workspace(self) -> str:
-        return " and what steps work in" if self.workspace else ""
+    def _and_others(self) -> str:
+        """What is taken beside the weights."""
+        states = f" and {self.num_states} states of sequences" if self.num_states else ""
+        if not self.workspace:
+            return states
+        return f", what steps work in{states}" if states else " and what steps work in"
 
     def _check_model(self) -> None:
-        taken = self.weights + self.workspace
+        taken = self.taken
         if self.available is not None and taken > self.available:
             raise ConfigError(
-                f"the model's weights{self._and_workspace} take {format_bytes(taken)} as this "
+                f"the model's weights{self._and_others} take {format_bytes(taken)} as this "
                 f"executor keeps them, but this machine has {format_bytes(self.available)} "
                 "available: use a smaller model or --max-batch-size, or a machine with more memory"
             )

@@ -18,9 +18,9 @@ from quire.llm.machine import (
 from quire.llm.progress import ProgressBar
 from quire.loader import defaults, hub
 from quire.loader.hub import Hub, HubFile, ModelName, Repository, Variant
+from quire.model.features import unsupported
 from quire.model.isolated import examine
 from quire.model.loading import load_model
-from quire.model.spec import unsupported
 from quire.quant.formats import FORMATS
 
 # The first of these that a repository has is taken; a smaller one only where it does not fit.
@@ -72,8 +72,9 @@ def locate(text: str, notice: Notice, device: str = AUTO) -> Found:
 def unknown(text: str) -> str:
     known = ", ".join(sorted([*defaults.DEFAULT_MODELS, *defaults.SHORT_NAMES]))
     return (
-        f"{text} is neither a file or folder nor a known model ({known}). OWNER/REPO[:QUANT] names "
-        "one of the Hugging Face hub, and `quire models` lists what is on this machine"
+        f"{text or repr(text)} is neither a file or folder nor a known model ({known}). "
+        "OWNER/REPO[:QUANT] names one of the Hugging Face hub, and `quire models` "
+        "lists what is on this machine"
     )
 
 
@@ -199,8 +200,7 @@ class Need(NamedTuple):
             return variant.bytes + DEFAULT_KV_BYTES
         cache = min(self.plan.sequence_bytes(self.context_length), DEFAULT_KV_BYTES)
         process = 0 if self.is_gpu else resident_memory() or 0
-        rest = cache + self.plan.workspace + process
-        return self.plan.weights + variant.bytes - self.of.bytes + rest
+        return self.plan.taken + variant.bytes - self.of.bytes + cache + process
 
     def fits(self, variant: Variant, room: Room) -> bool:
         return room.available is None or self.bytes(variant) <= room.available
@@ -337,7 +337,8 @@ def _planned(path: Path, variant: Variant, *, is_gpu: bool) -> Need:
         device = DEVICES["cuda" if is_gpu else "cpu"]
         if not is_gpu and (device.why_unavailable() or unsupported(model.spec, device.name)):
             return Need(None, 0, variant)
-        plan = device.memory_plan(model, Options(device=device.name))
+        # States of a larger batch are made where there is room.
+        plan = device.memory_plan(model, Options(device=device.name, max_batch_size=1))
         return Need(plan, model.spec.context_length, variant, is_gpu)
 
 

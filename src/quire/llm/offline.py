@@ -296,7 +296,8 @@ class LLM:
         asked = listed_prompts(prompts)
         with self._alone("embed"):
             outputs = self._run(asked, NO_TOKENS, self.prompts.read, pooling=True)
-        return np.array([unit_vector(output.pooled) for output in outputs], np.float32)
+        vectors = [unit_vector(output.pooled) for output in outputs]
+        return np.array(vectors, np.float32).reshape(len(vectors), self._open.spec.hidden_size)
 
     def score(
         self,

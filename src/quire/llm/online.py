@@ -41,6 +41,7 @@ from quire.llm.prompts import (
     text_of,
 )
 from quire.llm.reranking import Reranker
+from quire.model.loading import FileForm
 from quire.model.spec import tensor_shapes
 from quire.structured import CompiledGrammar
 from quire.tokenizer import Tokenizer
@@ -288,6 +289,11 @@ class OnlineModel:
     @property
     def family(self) -> str:
         return self._text.spec.family
+
+    @property
+    def form(self) -> FileForm:
+        """What its file is."""
+        return self._text.form
 
     @property
     def fingerprint(self) -> str:

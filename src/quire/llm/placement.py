@@ -8,6 +8,7 @@ from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.lowering import weight_bytes, workspace_bytes
 from quire.llm.machine import DEFAULT_KV_BYTES, MemoryPlan, format_bytes
+from quire.model.features import Feature
 from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, kv_bytes_per_token
 from quire.model.loading import Model
 from quire.model.parts import (
@@ -18,7 +19,6 @@ from quire.model.parts import (
     layout_of,
     without_feed_forwards,
 )
-from quire.model.spec import Feature
 
 FFN_GPU = "ffn-gpu"
 PIECE_TOKENS = 256  # that the GPU computes at once; beyond it the CPU's GEMMs gain little

@@ -17,9 +17,12 @@ from quire.loader.tensor import Tensor
 _LONG_GEMMA3 = 131_072  # contexts of those that were trained on shorter ones and then extended
 _TOKENS = ("tokens", "scores", "token_type")  # of the tokenizer: one item a token
 _WRONG_TOKENIZERS = ("", "default", "llama")
-_NOT_OF_DECODER = ("v.", "mm.", "a.", "model.vision_tower.")  # tensors
+_NOT_OF_DECODER = ("v.", "mm.", "a.", "model.vision_tower.", "mtp.")  # tensors
 _LAYER = re.compile(r"blk\.[0-9]+\.")
-_KEYS_NOT_OF_DECODER = ("vision.", "mm.", "audio.", "image_token_index", "spatial_merge_size")
+_KEYS_NOT_OF_DECODER = (
+    *("vision.", "mm.", "audio.", "spatial_merge_size"),
+    *("image_token_id", "image_token_index", "vision_start_token_id", "vision_end_token_id"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +31,22 @@ class _Form:
 
     architecture: str  # llama.cpp's
     markers: tuple[str, ...] = ()  # keys that such files alone have; they may see or hear instead
+    marking_tensor: str = ""  # likewise
     keys: Mapping[str, str | None] = field(default_factory=dict)  # None: says nothing that is used
     missing: Mapping[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)  # of tensors in layers
     tokenizer: Mapping[str, str] = field(default_factory=dict)  # what files say wrongly
 
 
+_DELTA_NET = _Form(
+    architecture="qwen35",
+    markers=("mrope_sections", "norm_top_k_prob", "rope.mrope_interleaved", "ssm.v_head_reordered"),
+    keys={
+        **dict.fromkeys(("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved")),
+        "norm_top_k_prob": "expert_weights_norm",
+    },
+    names={"ssm_dt": "ssm_dt.bias"},
+)
 _FORMS = {
     "gemma3": _Form(
         architecture="gemma3",
@@ -82,6 +95,9 @@ _FORMS = {
         tokenizer={"pre": "tekken"},
     ),
     "olmo3": _Form(architecture="olmo2"),
+    "lfm2": _Form(
+        architecture="lfm2", marking_tensor="output_norm.weight", tokenizer={"pre": "lfm2"}
+    ),
     # Its sizes of heads are under the names of older files; those of the cached vector are named
     # as llama.cpp names the heads'.
     "glm4moelite": _Form(
@@ -92,6 +108,9 @@ _FORMS = {
     "qwen25vl": _Form(architecture="qwen2vl", keys={"rope.mrope_section": None}),
     "qwen3vl": _Form(architecture="qwen3vl", keys={"rope.mrope_section": None}),
     "qwen3vlmoe": _Form(architecture="qwen3vlmoe", keys={"rope.mrope_section": None}),
+    "qwen35": _DELTA_NET,
+    "qwen35moe": replace(_DELTA_NET, architecture="qwen35moe"),
+    "qwen3next": replace(_DELTA_NET, architecture="qwen3next"),
 }
 
 
@@ -107,6 +126,7 @@ def as_llama_cpp(
     changes = {
         "general.architecture": form.architecture,
         **_keys(f"{name}.", form, metadata),
+        **_adjusted_lfm2(form, kept),
         **_tokenizer(form, metadata, kept),
     }
     return metadata.replaced(changes), kept
@@ -115,7 +135,9 @@ def as_llama_cpp(
 def _is_of_ollama(
     prefix: str, form: _Form, metadata: Metadata, tensors: Mapping[str, Tensor]
 ) -> bool:
-    if prefix != f"{form.architecture}." or any(prefix + key in metadata for key in form.markers):
+    if prefix != f"{form.architecture}." or form.marking_tensor in tensors:
+        return True
+    if any(prefix + key in metadata for key in form.markers):
         return True
     return any(name.startswith(_NOT_OF_DECODER) for name in tensors)
 
@@ -149,6 +171,14 @@ def _extended_gemma3(fields: Mapping[str, object]) -> dict[str, object]:
     if key in fields or not isinstance(context, int) or context < _LONG_GEMMA3:
         return {}
     return {key: "linear", "gemma3.rope.scaling.factor": 8.0}
+
+
+def _adjusted_lfm2(form: _Form, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """The size of the feed-forward, which files give as it was before it was adjusted."""
+    gate = tensors.get("blk.0.ffn_gate.weight")
+    if form.architecture != "lfm2" or gate is None or not gate.shape:
+        return {}
+    return {"lfm2.feed_forward_length": gate.shape[0]}
 
 
 def _tokenizer(form: _Form, metadata: Metadata, tensors: Mapping[str, Tensor]) -> dict[str, object]:

@@ -25,20 +25,20 @@ from quire.loader.reading import (
     read_json_object,
 )
 from quire.loader.tensor import Tensor
-from quire.quant.formats import RAW, Format, format_named
+from quire.quant.formats import RAW_FORMATS, Format, format_named
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 DTYPES = ("F32", "F16", "BF16")
-_PACKED = RAW.name  # four ternary weights a byte, which BitNet's checkpoints have
+_READ = (*DTYPES, *RAW_FORMATS)  # the latter hold quantised weights
 MAX_HEADER_BYTES = 16 << 20
-MAX_INDEX_BYTES = 4 << 20
+MAX_INDEX_BYTES = 32 << 20  # a mixture with a scale for each matrix lists 140,000 tensors
 MAX_CONFIG_BYTES = 1 << 20
-MAX_TENSORS = 16_384  # in one file
+MAX_TENSORS = 65_536  # in one file; a quantised expert has up to twelve
 MAX_DIMENSIONS = 8  # weights have one or two
 MAX_SHARDS = 512  # each is an open file; the largest models in use have some two hundred
-_MAX_OBJECTS = 4 * MAX_TENSORS  # braces in a header; text under __metadata__ may hold some too
+_MAX_OBJECTS = 2 * MAX_TENSORS  # braces in a header; text under __metadata__ may hold some too
 _LENGTH_BYTES = 8
 
 
@@ -186,7 +186,7 @@ def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_byte
                 f"{entry.start} to {entry.stop}, and the one before it ends at {end}"
             )
         end = entry.stop
-        if entry.dtype in (*DTYPES, _PACKED):
+        if entry.dtype in _READ:
             block_format = _format(entry.dtype, name)
             nbytes = math.prod(entry.shape) * block_format.block_bytes  # integers do not overflow
             if nbytes != entry.stop - entry.start:
@@ -203,10 +203,11 @@ def _check_offsets(path: Path, entries: dict[str, _Entry], begin: int, file_byte
 
 def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
     for name, entry in entries.items():
-        if entry.dtype not in (*DTYPES, _PACKED):
+        if entry.dtype not in _READ:
             raise UnsupportedModelError(
                 f"tensor {name!r} has type {entry.dtype:.20}; of safetensors quire runs "
-                f"{', '.join(DTYPES)}"
+                f"{', '.join(DTYPES)}, and what quantised checkpoints hold: "
+                f"{', '.join(RAW_FORMATS)}"
             )
         if entry.start == entry.stop:
             raise ModelFileError(f"tensor {name!r} of shape {entry.shape} is empty")
@@ -215,4 +216,4 @@ def _tensors(entries: dict[str, _Entry], file: FileBytes) -> Iterator[Tensor]:
 
 
 def _format(dtype: str, tensor: str) -> Format:
-    return RAW if dtype == _PACKED else format_named(dtype, tensor)
+    return RAW_FORMATS.get(dtype) or format_named(dtype, tensor)

@@ -36,6 +36,7 @@ from quire.quant.ternary import (
 )
 
 KEY = "quantization_config"
+METHOD = "bitnet"  # its quant_method
 _KNOWN = (
     "quant_method",
     "linear_class",
@@ -44,6 +45,7 @@ _KNOWN = (
     "use_rms_norm",
     "rms_norm_eps",
 )
+_SCALE_SUFFIX = ".weight_scale"  # of the tensor beside a packed matrix
 _ROWS_AT_ONCE = 512
 I2_S = format_named("I2_S", "")
 
@@ -76,14 +78,15 @@ class _AsI2S:
 
 def weights_of(config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A checkpoint's weights as executors take them; what config.json says of quantisation decides
-    what its tensors mean."""
-    fields = Fields(Metadata("config.json", config), "config.json")
-    if fields.get(KEY) is None:
+    what its tensors mean. quantised.py has read other methods than these two."""
+    fields = Fields(Metadata("config.json", config), "config.json").section(KEY)
+    method = fields.get("quant_method")
+    if method == mxfp4.METHOD:
+        return _floats(mxfp4.experts_joined(fields, tensors))
+    if method != METHOD:
         return _floats(tensors)
-    if fields.section(KEY).get("quant_method") == mxfp4.METHOD:
-        return _floats(mxfp4.experts_joined(fields.section(KEY), tensors))
-    convert = _converter(fields.section(KEY))
-    weights = {name: t for name, t in tensors.items() if not name.endswith(".weight_scale")}
+    convert = _converter(fields)
+    weights = {name: t for name, t in tensors.items() if not name.endswith(_SCALE_SUFFIX)}
     for name, tensor in weights.items():
         if name.startswith("blk.") and _linear_of(name) in LAYER_LINEARS:
             weights[name] = convert(tensor, tensors.get(f"{name}_scale"))
@@ -92,11 +95,11 @@ def weights_of(config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> d
 
 def _floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
-        if tensor.format is RAW:
+        if tensor.format.is_raw:
             raise UnsupportedModelError(
-                f"tensor {name} has type {RAW.name}: bytes are weights only where config.json has "
-                "the quantization_config of BitNet or MXFP4; of safetensors quire runs F32, F16 "
-                "and BF16"
+                f"tensor {name} has type {tensor.format.name}: such numbers are weights only where "
+                "config.json has a quantization_config that says how; of safetensors quire runs "
+                "F32, F16 and BF16 as they are"
             )
     return dict(tensors)
 
@@ -109,8 +112,6 @@ Convert = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def _converter(fields: Fields) -> Convert:
-    if fields.text("quant_method") != "bitnet":
-        raise fields.unsupported("quant_method", ["bitnet", mxfp4.METHOD])
     fields.refuse_unknown(_KNOWN)
     fields.refuse({"use_rms_norm": (False,)})
     left_out = fields.get("modules_to_not_convert")
@@ -169,7 +170,7 @@ def _unpacked(tensor: Tensor, scale: np.float32) -> Tensor:
 
 
 def _from_master(tensor: Tensor, scale: Tensor | None) -> Tensor:
-    if not tensor.format.is_float or tensor.format is RAW or scale is not None:
+    if not tensor.format.is_float or tensor.format.is_raw or scale is not None:
         raise ModelFileError(
             f"tensor {tensor.name} has type {tensor.format.name}"
             f"{' and a scale' if scale is not None else ''}, but config.json says that weights are "

@@ -4,11 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from quire.core.errors import ModelFileError
+from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.metadata import Fields, Metadata
-from quire.model.families import (
-    CONFIG_FAMILIES,
-    WITH_SENSES,
+from quire.model.families import CONFIG_FAMILIES, WITH_SENSES, find_family
+from quire.model.family import (
     Facts,
     Family,
     NoRope,
@@ -17,7 +16,6 @@ from quire.model.families import (
     Routing,
     Windows,
     describe,
-    find_family,
 )
 from quire.model.rope import (
     DivisorScaling,
@@ -41,9 +39,12 @@ from quire.model.spec import (
     PositionScale,
     QKNorm,
     Router,
+    Scoring,
 )
+from quire.model.states import StateKind, StateMixer
 
 _FILE = "config.json"
+_BAICHUAN_2 = 125_696  # the tokens of its vocabulary
 _CONTEXT_LIMIT = MAX_SIZES["context_length"]
 _WINDOW_LIMIT = 1 << 62  # ModelSpec takes a window beyond the context for none
 _DEFAULTS: Mapping[str, object] = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e4}
@@ -54,6 +55,7 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
     "gelu_new": Activation.GELU_TANH,
+    "xielu": Activation.XIELU,
 }
 
 # Fields that change the mathematics in some family, with the values that mean "not in this model".
@@ -62,6 +64,7 @@ _ACTIVATIONS = {
 _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
     "attention_chunk_size": (),
     "attention_k_eq_v": (False,),
     "attention_multiplier": (),
@@ -74,6 +77,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
     "no_rope_layer_interval": (),
+    "norm_head": (False,),
+    "norm_softmax": (False,),
     "no_rope_layers": ([],),
     "num_kv_shared_layers": (0,),
     "partial_rotary_factor": (1.0,),
@@ -82,6 +87,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
+    "route_norm": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
     "scale_depth": (),
     "sliding_window_pattern": (),
     "swiglu_alpha": (1.702,),
@@ -132,6 +140,7 @@ _ROPE_KEYS = {
 _OWN_ROPE_KEYS = {  # of families that read what stands left
     "alpha": ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "llama_4_scaling_beta": ("llama_4_scaling_beta",),
+    "long_mscale": ("short_mscale", "long_mscale"),
     "mrope": ("mrope_section", "mrope_interleaved"),
 }
 _NOT_TURNED = 1e30  # what a frequency is divided by, as in GGUF
@@ -143,7 +152,10 @@ def config_family(config: Mapping[str, object]) -> Family:
     name = fields.text("model_type")
     if _has_decoder_apart(config):
         name = fields.section("text_config").text("model_type", WITH_SENSES[name])
-    return find_family(CONFIG_FAMILIES, "model_type", WITH_SENSES.get(name, name))
+    family = find_family(CONFIG_FAMILIES, "model_type", WITH_SENSES.get(name, name))
+    if family.other_if is not None and fields.boolean(family.other_if[0], False):
+        return CONFIG_FAMILIES[family.other_if[1]]
+    return family
 
 
 def _has_decoder_apart(config: Mapping[str, object]) -> bool:
@@ -174,13 +186,56 @@ def spec_from_config(config: Mapping[str, object]) -> ModelSpec:
     }
     merged = {**_DEFAULTS, **family.config_defaults, **read}
     fields = Fields(Metadata(_FILE, merged), _FILE)
-    if "position_embedding_type" in family.reads:
-        _refuse_other_layers(fields)
     refused = {**_NEUTRAL_VALUES, **({} if family.routing else _OF_EXPERTS)}
     fields.refuse({key: refused[key] for key in refused.keys() - family.reads})
     if family.placement_if is not None and not fields.boolean(family.placement_if, False):
         family = replace(family, placement=Placement.BEFORE)
+    if family.name == "baichuan" and fields.get("vocab_size") == _BAICHUAN_2:
+        raise UnsupportedModelError(
+            f"{_FILE}: Baichuan 2 (vocab_size = {_BAICHUAN_2}) is not supported from safetensors: "
+            "rows of its head are normalised when it runs; use a GGUF file"
+        )
+    if isinstance(family.scales_embedding, str):
+        is_scaled = fields.boolean(family.scales_embedding, False)
+        family = replace(family, scales_embedding=is_scaled)
+    if "attn_config" in family.reads:
+        family = replace(family, alibi=_mpt_alibi(fields))
+    if "new_decoder_architecture" in family.reads:
+        family = replace(family, placement=_falcon_placement(fields))
     return _spec(family, fields)
+
+
+def _mpt_alibi(fields: Fields) -> float:
+    """Of MPT; what else its files may say of attention is refused."""
+    fields.refuse({"no_bias": (True,), "expansion_ratio": (4,)})
+    attention = fields.section("attn_config")
+    attention.refuse(
+        {
+            "alibi": (True,),
+            "attn_type": ("multihead_attention",),
+            "clip_qkv": (),
+            "kv_n_heads": (),
+            "prefix_lm": (False,),
+            "qk_ln": (False,),
+            "softmax_scale": (),
+        }
+    )
+    return attention.number("alibi_bias_max", 8.0)
+
+
+def _falcon_placement(fields: Fields) -> Placement:
+    """New decoders have halves with a norm each or one for both; older ones one for both, or halves
+    one after the other."""
+    if fields.boolean("new_decoder_architecture", False):
+        count = fields.integer("num_ln_in_parallel_attn", 2, low=1, high=2)
+        return Placement.PARALLEL_EACH if count == 2 else Placement.PARALLEL
+    return Placement.PARALLEL if fields.boolean("parallel_attn", True) else Placement.BEFORE
+
+
+def _has_one_key_head(family: Family, fields: Fields) -> bool:
+    """As StarCoder and the first Falcons mostly do."""
+    is_new = fields.boolean("new_decoder_architecture", False)
+    return "multi_query" in family.reads and fields.boolean("multi_query", True) and not is_new
 
 
 def _one(value: object) -> object:
@@ -207,15 +262,17 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         sliding_attention=sliding,
         ropes=_ropes(family, fields, (_rope_dims(attention), _rope_dims(sliding)), windows),
         windows=windows,
+        num_positions=_context_length(family, fields) if family.has_positions else 0,
         feed_forwards=_feed_forwards(family, fields, norm, num_layers),
         num_shared_kv=fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers - 1),
+        states=_states(family, fields, hidden_size, norm, num_layers),
         layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=_residual_scale(family, fields, num_layers),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
         logit_scale=_logit_scale(family, fields, hidden_size),
         logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
-        head_bias=family.head_bias,
+        head_bias=_says(family.head_bias, fields),
     )
     return describe(family, facts)
 
@@ -265,11 +322,13 @@ def _attention(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> 
     num_heads = fields.integer("num_attention_heads", high=MAX_SIZES["num_heads"])
     head_dim = max(1, hidden_size // num_heads)
     limit = MAX_SIZES["num_kv_heads"]
+    fields.refuse({"attn_output_gate": (family.has_output_gate,)})
     if family.has_latent:
-        return _latent_attention(fields, num_heads)
+        return _latent_attention(fields, num_heads, head_dim)
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=limit)
     return Attention(
         num_heads=num_heads,
-        num_kv_heads=fields.integer("num_key_value_heads", num_heads, high=limit),
+        num_kv_heads=1 if _has_one_key_head(family, fields) else num_kv_heads,
         head_dim=fields.integer("head_dim", head_dim, high=MAX_SIZES["head_dim"]),
         qkv_bias=_says(family.qkv_bias, fields),
         output_bias=_says(family.output_bias, fields),
@@ -280,6 +339,7 @@ def _attention(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> 
         scale=1.0 if family.has_unit_scale else _attention_scale(fields),
         position_scale=_position_scale(fields),
         has_sinks=family.has_sinks,
+        has_output_gate=family.has_output_gate,
     )
 
 
@@ -347,7 +407,7 @@ def _position_scale(fields: Fields) -> PositionScale | None:
     return PositionScale(factor=factor, length=length)
 
 
-def _latent_attention(fields: Fields, num_heads: int) -> Attention:
+def _latent_attention(fields: Fields, num_heads: int, value_dim: int) -> Attention:
     limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
     rope_dims = fields.integer("qk_rope_head_dim", high=limit)
     head_dim = fields.integer("qk_nope_head_dim", high=limit) + rope_dims
@@ -356,7 +416,7 @@ def _latent_attention(fields: Fields, num_heads: int) -> Attention:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        value_dim=fields.integer("v_head_dim", high=limit),
+        value_dim=fields.integer("v_head_dim", value_dim, high=limit),
         qkv_bias=fields.boolean("attention_bias", False),
         output_bias=fields.boolean("attention_bias", False),
         scale=head_dim**-0.5 * _yarn_scale(_rope_fields(fields)),
@@ -382,21 +442,115 @@ def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
+# ---- layers with a state
+
+# What files call layers, in both ages of config.json.
+_STATE_LAYERS = {
+    StateKind.DELTA_NET: ("linear_attention",),
+    StateKind.MAMBA: ("linear_attention", "mamba"),
+    StateKind.CONVOLUTION: ("conv",),
+}
+_ATTENTION_LAYERS = ("full_attention", "attention")
+
+
+def _states(
+    family: Family, fields: Fields, hidden_size: int, norm: Norm, num_layers: int
+) -> tuple[StateMixer | None, ...]:
+    if family.state is None:
+        return ()
+    has_state = _state_layers(family.state, fields, num_layers)
+    if not any(has_state):
+        return ()
+    mixer = _state_mixer(family.state, fields, hidden_size, norm)
+    return tuple(mixer if is_there else None for is_there in has_state)
+
+
+def _state_layers(kind: StateKind, fields: Fields, num_layers: int) -> list[bool]:
+    """Listed by kind; older files say which layers attend, or how often one does."""
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        listed = _layer_numbers(fields, "full_attn_idxs")
+        if listed is not None:
+            return [layer not in listed for layer in range(num_layers)]
+        every = fields.optional_integer("full_attention_interval", high=MAX_SIZES["num_layers"])
+        return [every is None or (layer + 1) % every != 0 for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelFileError(
+            f"{_FILE}: layer_types must be a list of {num_layers} strings, one for each layer"
+        )
+    known = (*_STATE_LAYERS[kind], *_ATTENTION_LAYERS)
+    if not {*map(str, kinds)} <= {*known}:
+        raise fields.unsupported("layer_types", known)
+    return [name in _STATE_LAYERS[kind] for name in kinds]
+
+
+def _state_mixer(kind: StateKind, fields: Fields, hidden_size: int, norm: Norm) -> StateMixer:
+    limit, size_limit = MAX_SIZES["num_heads"], MAX_SIZES["head_dim"]
+    if kind is StateKind.CONVOLUTION:
+        fields.refuse({"conv_bias": (False,)})
+        return StateMixer(
+            kind=kind,
+            kernel=fields.integer("conv_L_cache", high=size_limit),
+            value_dim=hidden_size,
+        )
+    if fields.text("hidden_act") not in ("silu", "swish"):
+        raise fields.unsupported("hidden_act", ["silu"])
+    if kind is StateKind.DELTA_NET:
+        return StateMixer(
+            kind=kind,
+            kernel=fields.integer("linear_conv_kernel_dim", high=size_limit),
+            num_heads=fields.integer("linear_num_value_heads", high=limit),
+            num_groups=fields.integer("linear_num_key_heads", high=limit),
+            key_dim=fields.integer("linear_key_head_dim", high=size_limit),
+            value_dim=fields.integer("linear_value_head_dim", high=size_limit),
+            norm_epsilon=norm.epsilon,
+        )
+    fields.refuse({"mamba_proj_bias": (False,)})
+    _refuse_time_steps(fields)
+    num_heads = fields.integer("mamba_n_heads", high=limit)
+    head_dim = fields.integer("mamba_expand", high=size_limit) * hidden_size // num_heads
+    if fields.get("mamba_d_head") != "auto":
+        head_dim = fields.integer("mamba_d_head", high=size_limit)
+    return StateMixer(
+        kind=kind,
+        kernel=fields.integer("mamba_d_conv", high=size_limit),
+        num_heads=num_heads,
+        num_groups=fields.integer("mamba_n_groups", high=limit),
+        key_dim=fields.integer("mamba_d_state", high=size_limit),
+        value_dim=head_dim,
+        has_convolution_bias=fields.boolean("mamba_conv_bias", True),
+        norm_epsilon=norm.epsilon,
+    )
+
+
+def _refuse_time_steps(fields: Fields) -> None:
+    """Bounds of Mamba's time steps: from 0 to infinity, which transformers 5 writes as a word."""
+    limits = fields.get("time_step_limit")
+    unbounded = (math.inf, {"__float__": "Infinity"})
+    if limits is None or (
+        isinstance(limits, list) and len(limits) == 2 and not limits[0] and limits[1] in unbounded
+    ):
+        return
+    raise fields.unsupported("time_step_limit", ["[0, Infinity]"])
+
+
 # ---- feed-forward
 
 
 def _feed_forwards(
     family: Family, fields: Fields, norm: Norm, num_layers: int
 ) -> tuple[Dense | Experts, ...]:
+    hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
+    usual_size = family.dense_multiple * hidden_size or None
     dense = Dense(
-        size=fields.integer(family.dense_size, high=MAX_SIZES["ffn_size"]),
+        size=_dense_size(family, fields, usual_size),
         activation=_activation(family, fields),
         is_gated=family.is_gated,
         has_bias=_says(family.ffn_bias, fields),
         inner_norm=norm if family.sub_norms else None,
     )
     routing = family.routing
-    if routing is None or not _says(routing.is_there_if or True, fields):
+    if routing is None or not _has_experts(routing, fields):
         return _widened(fields, dense, num_layers)
     experts = _experts(routing, fields, dense.activation)
     if routing.is_beside_dense:
@@ -404,6 +558,29 @@ def _feed_forwards(
         experts = replace(experts, router=router, beside=dense, beside_norm=norm)
     routed = _routed_layers(routing.layers, fields, num_layers)
     return tuple(experts if is_routed else dense for is_routed in routed)
+
+
+def _has_experts(routing: Routing, fields: Fields) -> bool:
+    """A boolean says so, or a count."""
+    key = routing.is_there_if
+    if key is None or isinstance(fields.get(key), int):
+        return key is None or bool(fields.get(key))
+    return fields.boolean(key, False)
+
+
+def _dense_size(family: Family, fields: Fields, usual: int | None) -> int:
+    size = fields.integer(family.dense_size, usual, high=MAX_SIZES["ffn_size"])
+    if family.dense_halved:
+        return size // 2
+    adjusts = "block_auto_adjust_ff_dim"  # LFM2's
+    if adjusts not in family.reads or not fields.boolean(adjusts, True):
+        return size
+    size = 2 * size // 3
+    factor = fields.optional_number("block_ffn_dim_multiplier")
+    if factor is None:
+        return size
+    multiple = fields.integer("block_multiple_of", high=MAX_SIZES["ffn_size"])
+    return -(-int(factor * size) // multiple) * multiple
 
 
 def _widened(fields: Fields, dense: Dense, num_layers: int) -> tuple[Dense, ...]:
@@ -433,6 +610,8 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
     if scoring not in (None, routing.scoring.value):
         raise fields.unsupported("scoring_func", [routing.scoring.value])
     fields.refuse({"moe_layer_freq": (1,)})
+    if routing.scoring is Scoring.SPARSE_MIXER:
+        fields.refuse({"router_jitter_noise": (0.01,)})  # half of how far scores may be apart
     size_key = "moe_intermediate_size"
     if fields.get(size_key) is None:
         size_key = "intermediate_size"
@@ -446,7 +625,7 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
         normalises=_says(routing.normalises, fields),
         scale=fields.number("routed_scaling_factor", 1.0),
         has_bias=routing.router_bias,
-        has_choice_bias=routing.choice_bias,
+        has_choice_bias=_says(routing.choice_bias, fields),
         num_groups=num_groups,
         num_used_groups=min(num_used_groups, num_groups),
         num_group_best=routing.num_group_best,
@@ -471,7 +650,7 @@ def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
     """Of the shared expert; 0: there is none."""
     limit = MAX_SIZES["ffn_size"]
     if routing.shared_size is not None:
-        return fields.integer(routing.shared_size, high=limit)
+        return fields.integer(routing.shared_size, low=0, high=limit)
     if routing.shared_count is not None and fields.get(routing.shared_count) is not None:
         return fields.integer(routing.shared_count, low=0, high=limit // expert_size) * expert_size
     return 0
@@ -539,6 +718,8 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
         fields.refuse({"layer_types": ()})
         return (window,) * num_layers
     kinds = fields.get("layer_types")
+    if "attention_types" in family.reads:
+        kinds = _listed_kinds(fields)
     if kinds is None:
         return _usual_windows(family, fields, window, num_layers)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -552,14 +733,21 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
     return tuple(window if kind == sliding else None for kind in kinds)
 
 
-def _refuse_other_layers(fields: Fields) -> None:
-    """Granite 4's layers may have a state-space model for attention, which they have unless listed,
-    and its attention no rope."""
-    kinds = fields.get("layer_types") or fields.get("layers_block_type")
-    if not isinstance(kinds, list) or not {*map(str, kinds)} <= {"attention", "full_attention"}:
-        raise fields.unsupported("layer_types", ["attention"])
-    if fields.get("position_embedding_type") != "rope":
-        raise fields.unsupported("position_embedding_type", ["rope"])
+def _listed_kinds(fields: Fields) -> list[str]:
+    """GPT-Neo's: pairs of a list of kinds and how often it is repeated."""
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    kinds: list[str] = []
+    pairs = fields.get("attention_types")
+    for pair in pairs if isinstance(pairs, list) else ():
+        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list):
+            raise fields.unsupported("attention_types", ["pairs of kinds and a number"])
+        count = Metadata(_FILE, {"attention_types": pair[1]}).integer(
+            "attention_types", low=0, high=MAX_SIZES["num_layers"]
+        )
+        if not {*map(str, pair[0])} <= names.keys():
+            raise fields.unsupported("attention_types", names)
+        kinds += [names[kind] for kind in pair[0]] * count
+    return kinds
 
 
 def _usual_windows(
@@ -620,7 +808,11 @@ def _ropes(
 def _layers_with_rope(
     family: Family, fields: Fields, windows: tuple[int | None, ...]
 ) -> list[bool]:
+    if "position_embedding_type" in family.reads:  # Granite's
+        return [fields.get("position_embedding_type") == "rope"] * len(windows)
     match family.no_rope:
+        case NoRope.ALL:
+            return [False] * len(windows)
         case NoRope.FULL_LAYERS:
             has_windows = fields.get("sliding_window") is not None  # even where no layer has one
             return [window is not None or not has_windows for window in windows]
@@ -757,6 +949,10 @@ def _long_scaling(fields: Fields, rope: Fields, original: int) -> LongScaling:
     magnitude = 1.0
     if factor > 1.0 and original > 1:
         magnitude = math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = (rope.optional_number(f"{name}_mscale") for name in ("short", "long"))
+    if short != long:
+        raise rope.unsupported("short_mscale", [f"{long}, the long_mscale"])
+    magnitude = magnitude if long is None else long
     return LongScaling(
         short=rope.numbers("short_factor"),
         long=rope.numbers("long_factor"),

@@ -216,6 +216,26 @@ SHAPES = {
             "rope.scaling.original_context_length": 512,
         },
     ),
+    "tiny-qwen35": Shape(
+        num_layers=4,
+        hidden_size=256,
+        ffn_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        vocabulary_size=512,
+        tied_head=False,
+        family="qwen35",
+        context_length=2048,
+        head_size=64,
+        fields={
+            "rope.dimension_count": 32,
+            "ssm.conv_kernel": 4,
+            "ssm.group_count": 2,
+            "ssm.inner_size": 256,
+            "ssm.state_size": 64,
+            "ssm.time_step_rank": 4,
+        },
+    ),
     "tiny-moe": Shape(
         num_layers=2,
         hidden_size=256,
@@ -294,6 +314,8 @@ class PlannedTensor:
         if len(self.shape) == 1 or self.name.endswith(".bias"):
             spread = _NORM_SPREAD * rng.standard_normal(self.shape, dtype=np.float32)
             centre = 0 if self.name.endswith(".bias") else 1
+            if self.name.endswith("ssm_a.weight"):  # a state decays
+                centre = -1
             return (centre + spread).astype("<f4").ravel().view(np.uint8)
         # With this scale a product has about the scale of its input.
         size = self.shape[-1] ** -0.5
@@ -422,7 +444,6 @@ _SCALES: dict[str, dict[int, float]] = {
     "Q5_K": {0: 1.0, 2: 15.5},
     "Q6_K": {208: 1.0},
     "IQ1_S": {0: 1.0},
-    "IQ1_M": {},  # its scale lies in four parts
     "IQ2_XXS": {0: 1.0},
     "IQ2_XS": {0: 1.0},
     "IQ2_S": {0: 1.0},
@@ -430,10 +451,11 @@ _SCALES: dict[str, dict[int, float]] = {
     "IQ3_S": {0: 1.0},
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
-    "MXFP4": {},  # its scales are powers of two, a byte each
     "TQ1_0": {52: 1.0},
     "TQ2_0": {64: 1.0},
 }
+# Those that begin with a float32 scale.
+_WITH_SINGLES = ("U4_128", "I8_128", "E4M3_128")
 # By float format: its integer type, and the bits of its fraction and its exponent.
 _FLOATS = {"F32": ("<u4", 23, 8), "F16": ("<u2", 10, 5), "BF16": ("<u2", 7, 8)}
 _MEAN_SIZE = math.sqrt(7 / 3)  # root mean square of uniform numbers from 1 to 2
@@ -461,7 +483,10 @@ def random_blocks(
         _set_powers_of_two(blocks, scale)
     elif block_format.name == "IQ1_M":
         _set_nibbles(blocks, scale)
-    for at, factor in _SCALES[block_format.name].items():
+    if block_format.name in _WITH_SINGLES:
+        bits = np.float32(scale).view(np.uint32) & np.uint32(0xFFFF0000)  # as bfloat16's
+        blocks[:, :4].view("<u4")[:] = bits
+    for at, factor in _SCALES.get(block_format.name, {}).items():
         halves = blocks[:, at : at + 2].view("<u2")
         bits = np.float16(scale * factor).view(np.uint16)
         halves &= 0 if has_one_scale else _jitter(int(bits) & 0x7FFF)
@@ -515,6 +540,8 @@ def _keep_to_the_format(blocks: Bytes, block_format: Format) -> None:
         groups = blocks[:, 192:208]
         groups &= 15
         groups += 8
+    elif block_format.name == "U4_128":  # its zero point is one of the codes
+        blocks[:, 4:8].view("<f4")[:] = 8.0
 
 
 @cache
@@ -528,7 +555,9 @@ def _size_at_scale_one(block_format: Format) -> float:
         blocks[:, 0] = _E8M0_ONE
     elif block_format.name == "IQ1_M":
         _set_nibbles(blocks, 1.0)
-    for at, factor in _SCALES[block_format.name].items():
+    if block_format.name in _WITH_SINGLES:
+        blocks[:, :4].view("<f4")[:] = 1.0
+    for at, factor in _SCALES.get(block_format.name, {}).items():
         blocks[:, at : at + 2].view("<f2")[:] = factor
     weights = block_format.decode(blocks).astype(np.float64)
     return float(np.sqrt(np.mean(weights**2)))

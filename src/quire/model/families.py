@@ -1,264 +1,21 @@
-"""The families that quire runs, as data: what the files of each leave unsaid; and `describe`, which
-makes a ModelSpec of a family and of what a file says.
-"""
+"""The families that quire runs: a table with a row of data for each, and how one is found."""
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 
-from quire.core.errors import ModelFileError, UnsupportedModelError
-from quire.model.rope import Rope
-from quire.model.spec import (
-    Activation,
-    Attention,
-    Dense,
-    Experts,
-    Layer,
-    LayerInputs,
-    ModelSpec,
-    Norm,
-    NormKind,
-    NormSpan,
-    Scoring,
+from quire.core.errors import UnsupportedModelError
+from quire.model.family import (
+    ExpertLayout,
+    Family,
+    NoRope,
+    Placement,
+    RoutedLayers,
+    Routing,
+    Scales,
+    Windows,
 )
-
-
-class Placement(StrEnum):
-    """Where a layer's norms are."""
-
-    BEFORE = "before"  # each half
-    AROUND = "around"  # before and after each half
-    AFTER = "after"  # each half
-    PARALLEL = "parallel"  # one before both halves, which run side by side
-    PARALLEL_EACH = "parallel each"  # one before each of two halves that run side by side
-
-
-class Windows(StrEnum):
-    """Which layers a sliding window is for, where a file does not list them."""
-
-    NONE = "none"
-    EVERY = "every"
-    LATER = "later"  # those from max_window_layers on
-    MOST = "most"  # all but each `full_every`-th
-    LISTED = "listed"  # none: a file with windows must list them
-
-
-class NoRope(StrEnum):
-    """Which layers have no rope."""
-
-    NEVER = "never"
-    FULL_LAYERS = "full layers"  # those without a window, in models that have windows
-    LISTED = "listed"  # no_rope_layers; where there is none each `no_rope_every`-th
-
-
-class RoutedLayers(StrEnum):
-    """Which layers have experts."""
-
-    ALL = "all"
-    STEPS = "steps"  # each decoder_sparse_step-th but those of mlp_only_layers
-    AFTER_DENSE = "after dense"  # those from first_k_dense_replace on
-    SPAN = "span"  # from moe_layer_start_index to moe_layer_end_index, or to the last
-    LISTED = "listed"  # moe_layers; where there is none each interleave_moe_layer_step-th
-
-
-class ExpertLayout(StrEnum):
-    """How safetensors keep the gate and up matrices of all experts where they are one tensor."""
-
-    HALVES = "halves"  # [experts, gates then ups, in]
-    TRANSPOSED_HALVES = "transposed halves"  # [experts, in, gates then ups]; or as HALVES
-    TRANSPOSED_ALTERNATING = "transposed, alternating"  # [experts, in, gate, up, gate, up ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """What files of a family with experts do not say. A text is the field that says it."""
-
-    scoring: Scoring = Scoring.SOFTMAX
-    gguf_scoring: Scoring | None = None  # where expert_gating_func is not there; None: as scoring
-    normalises: bool | str = "norm_topk_prob"
-    gguf_normalises: bool = False  # where expert_weights_norm is not there
-    router_bias: bool = False
-    expert_bias: bool = False
-    choice_bias: bool = False
-    num_group_best: int = 1
-    weighs_input: bool = False
-    layers: RoutedLayers = RoutedLayers.ALL
-    shared_size: str | None = None  # of the shared expert
-    shared_count: str | None = None  # how many experts' sizes it has
-    has_shared_gate: bool = False
-    is_beside_dense: bool = False  # experts beside a dense feed-forward, with norms of their own
-    is_there_if: str | None = None  # this field says whether a model has experts
-    activation: Activation | None = None  # None: as the dense layers'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """What the files of one family do not say themselves.
-
-    `config_defaults` are the values of fields that the family's config.json leaves out. A bias is
-    there always, never, or where that field of config.json says so; GGUF's tensors tell.
-    """
-
-    name: str
-    architectures: tuple[str, ...] = ()  # GGUF's general.architecture
-    model_types: tuple[str, ...] = ()  # config.json's model_type
-    with_experts: str | None = None  # the family of files of this architecture with experts
-
-    # ---- layers
-    norm: NormKind = NormKind.RMS
-    norm_bias: bool = False
-    has_bare_norms: bool = False  # files have no weights of norms: they are ones
-    placement: Placement = Placement.BEFORE
-    placement_if: str | None = None  # norms are there only where this field says so, else before
-    sub_norms: bool = False
-    qk_norm: NormSpan | None = None
-    qk_norm_if: str | None = None  # there only where this field says so
-    qk_norm_after_rope: bool = False
-    has_bare_qk_norm: bool = False  # without weights
-    qkv_bias: bool | str = "attention_bias"
-    output_bias: bool | str = "attention_bias"
-    ffn_bias: bool | str = False
-    head_bias: bool = False
-    is_gated: bool = True
-    has_sinks: bool = False
-    has_latent: bool = False
-    windows: Windows = Windows.NONE
-    full_every: int = 1  # 0: never
-    ends_full: bool = False  # the last layer never has a window
-    is_chunked: bool = False  # windows are chunks
-    no_rope: NoRope = NoRope.NEVER
-    no_rope_every: int = 4
-    # Norms of queries and keys are for layers with rope, the position scale for those without.
-    splits_by_rope: bool = False
-    sliding_rope: bool = False  # layers with a window have an unscaled rope, of this base
-    sliding_rope_base: float | None = None  # None: the same as other layers'
-    routing: Routing | None = None
-    has_value_norm: bool = False
-    has_unit_scale: bool = False  # attention scores are not scaled
-    has_output_scale: bool = False
-    scales_embedding: bool = False  # by the square root of the hidden size
-    divides_logits: bool = False  # the logits' scale divides
-
-    # ---- config.json and safetensors
-    config_defaults: Mapping[str, object] = field(default_factory=dict)
-    reads: frozenset[str] = frozenset()  # fields that mean something in this family alone
-    ignores: frozenset[str] = frozenset()  # fields that mean something in other families alone
-    config_keys: Mapping[str, str] = field(default_factory=dict)  # what others call these fields
-    listed_by_layer: frozenset[str] = frozenset()  # fields that may list one value for all layers
-    epsilon: str = "rms_norm_eps"
-    dense_size: str = "intermediate_size"
-    interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
-    has_legacy_gelu: bool = False  # "gelu" means its approximation by tanh
-    has_extra_layers: bool = False  # layers behind the last predict further tokens: left out
-    norm_offset: float = 0.0  # what norm weights are stored less of
-    expert_layout: ExpertLayout = ExpertLayout.HALVES
-    grouped_qkv: bool = False  # fused rows come by key head: its queries, its key, its value
-    config_names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer, in ours
-
-    # ---- GGUF
-    gguf_reads: frozenset[str] = frozenset()
-    interleaved_in_gguf: bool = False
-    gguf_activation: Activation = Activation.SILU
-    gguf_tied_head: bool = False  # whether or not the file has an output matrix of its own
-    gguf_names: Mapping[str, str] = field(default_factory=dict)
-    gguf_unnormed_at: int = 0  # files of so many experts have no norms of queries and keys
-    # By layer count: files whose attention scale is (hidden / heads) ** -0.5, which they do not say
-    gguf_hidden_scale_at: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a file says of its model. `attention` has neither rope nor window: `ropes` and `windows`
-    have one for each layer."""
-
-    hidden_size: int
-    vocabulary_size: int
-    context_length: int
-    norm: Norm
-    attention: Attention
-    ropes: tuple[Rope | None, ...]
-    windows: tuple[int | None, ...]
-    feed_forwards: tuple[Dense | Experts, ...]
-    residual_scale: float = 1.0
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_soft_cap: float = 0.0
-    tied_head: bool = False
-    head_bias: bool = False
-    linear_scales: bool = False
-    sliding_attention: Attention | None = None  # of layers with a window; None: as others'
-    num_shared_kv: int = 0  # so many layers at the end make no keys and values of their own
-    layer_inputs: LayerInputs | None = None
-
-
-def describe(family: Family, facts: Facts) -> ModelSpec:
-    layers = tuple(
-        _layer(family, facts, _mixer(family, facts, index), feed)
-        for index, feed in enumerate(facts.feed_forwards)
-    )
-    root = math.sqrt(facts.hidden_size) if family.scales_embedding else 1.0
-    scale = facts.logit_scale
-    return ModelSpec(
-        family=family.name,
-        hidden_size=facts.hidden_size,
-        vocabulary_size=facts.vocabulary_size,
-        context_length=facts.context_length,
-        layers=layers,
-        output_norm=facts.norm,
-        embedding_scale=facts.embedding_scale * root,
-        logit_scale=1.0 / scale if family.divides_logits and scale else scale,
-        logit_soft_cap=facts.logit_soft_cap,
-        tied_head=facts.tied_head,
-        head_bias=facts.head_bias,
-        layer_inputs=facts.layer_inputs,
-        linear_scales=facts.linear_scales,
-    )
-
-
-def _mixer(family: Family, facts: Facts, index: int) -> Attention:
-    rope, window = facts.ropes[index], facts.windows[index]
-    attention = facts.attention
-    if window is not None and facts.sliding_attention is not None:
-        attention = facts.sliding_attention
-    attention = replace(attention, kv_layer=_kv_layer(facts, index))
-    is_chunked = family.is_chunked and window is not None
-    mixer = replace(attention, rope=rope, window=window, is_chunked=is_chunked)
-    if not family.splits_by_rope:
-        return mixer
-    return replace(mixer, qk_norm=None) if rope is None else replace(mixer, position_scale=None)
-
-
-def _kv_layer(facts: Facts, index: int) -> int | None:
-    """The layer whose keys and values a layer shares: the last of its kind that makes its own."""
-    first_shared = len(facts.windows) - facts.num_shared_kv
-    if index < first_shared:
-        return None
-    is_alike = [window == facts.windows[index] for window in facts.windows[:first_shared]]
-    if not any(is_alike):
-        raise ModelFileError(f"layer {index} shares keys and values with none before it")
-    return max(layer for layer, found in enumerate(is_alike) if found)
-
-
-def _layer(family: Family, facts: Facts, mixer: Attention, feed: Dense | Experts) -> Layer:
-    placement = family.placement
-    before = facts.norm if placement is not Placement.AFTER else None
-    after = facts.norm if placement in (Placement.AROUND, Placement.AFTER) else None
-    is_parallel = placement in (Placement.PARALLEL, Placement.PARALLEL_EACH)
-    return Layer(
-        mixer=mixer,
-        feed_forward=feed,
-        mixer_norm=before,
-        mixer_output_norm=after,
-        feed_forward_norm=None if placement is Placement.PARALLEL else before,
-        feed_forward_output_norm=after,
-        is_parallel=is_parallel,
-        residual_scale=facts.residual_scale,
-        has_output_scale=family.has_output_scale,
-    )
-
-
-# ---- the table
+from quire.model.spec import Activation, NormKind, NormSpan, Scoring
+from quire.model.states import StateKind
 
 _SANDWICH = {
     "post_attention_layernorm": "post_attention_norm",
@@ -288,9 +45,71 @@ _OF_DEEPSEEK = Routing(
     layers=RoutedLayers.AFTER_DENSE,
     shared_count="n_shared_experts",
 )
+_BAILING_KEYS = {"num_shared_experts": "n_shared_experts", "score_function": "scoring_func"}
+_BAILING_NAMES = {"attention.query_key_value": "attn_qkv", "attention.dense": "attn_output"}
 _HUNYUAN_NORMS = {
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
+}
+_SSM_KEYS = {
+    *("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size"),
+    "ssm.time_step_rank",
+}
+_DELTA_NET = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_DELTA_NET_KEYS = {
+    *_SSM_KEYS,
+    *("attention.recurrent_layers", "full_attention_interval", "nextn_predict_layers"),
+    *("rope.dimension_sections", "ssm.v_head_reordered"),
+}
+_LFM2_NAMES = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "ssm_in",
+    "conv.conv": "ssm_conv1d",
+    "conv.out_proj": "ssm_out",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
+}
+_LFM2_GGUF_NAMES = {
+    "token_embd_norm": "output_norm",
+    "shortconv.in_proj": "ssm_in",
+    "shortconv.conv": "ssm_conv1d",
+    "shortconv.out_proj": "ssm_out",
+}
+_LFM2 = {
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+    "norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "conv_L_cache": 3,
+}
+_GPT2_KEYS = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+}
+_GPT2_NAMES = {
+    "ln_1": "attn_norm",
+    "ln_2": "ffn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
 }
 # The norm before the feed-forward has another name in GGUF files of these.
 _NORM_BEFORE_FEED = {"post_attention_norm": "ffn_norm"}
@@ -394,6 +213,38 @@ FAMILIES = (
         reads=frozenset({"mrope"}),
     ),
     Family(
+        name="qwen",
+        architectures=("qwen",),
+        model_types=("qwen",),
+        qkv_bias=True,
+        output_bias=False,
+        dense_halved=True,
+        # Beyond seq_length its rope is stretched and its queries grow: contexts end there.
+        config_keys={
+            "seq_length": "max_position_embeddings",
+            "kv_channels": "head_dim",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "rotary_pct": "partial_rotary_factor",
+            "rotary_emb_base": "rope_theta",
+        },
+        ignores=frozenset({"max_position_embeddings"}),
+        config_names={
+            **_GPT2_NAMES,
+            "mlp.w1": "ffn_up",
+            "mlp.w2": "ffn_gate",
+        },
+    ),
+    Family(
+        name="baichuan",
+        architectures=("baichuan",),
+        model_types=("baichuan",),
+        interleaved_in_gguf=True,
+        alibi=8.0,
+        alibi_at=40,
+        config_defaults={"max_position_embeddings": 4096},
+        config_names={"self_attn.W_pack": "attn_qkv"},
+    ),
+    Family(
         name="qwen2moe",
         architectures=("qwen2moe",),
         model_types=("qwen2_moe",),
@@ -467,6 +318,134 @@ FAMILIES = (
         expert_layout=ExpertLayout.TRANSPOSED_HALVES,
     ),
     Family(
+        name="qwen3next",
+        architectures=("qwen3next",),
+        model_types=("qwen3_next",),
+        state=StateKind.DELTA_NET,
+        has_output_gate=True,
+        qk_norm=NormSpan.HEAD,
+        norm_offset=1.0,
+        has_extra_layers=True,
+        config_defaults={
+            **_DELTA_NET,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 10,
+            "num_experts": 512,
+            "norm_topk_prob": True,
+        },
+        reads=frozenset({"partial_rotary_factor"}),
+        gguf_names=_NORM_BEFORE_FEED,
+        gguf_reads=frozenset(_DELTA_NET_KEYS),
+        routing=Routing(
+            layers=RoutedLayers.STEPS,
+            gguf_normalises=True,
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+    ),
+    Family(
+        name="qwen35",
+        architectures=("qwen35",),
+        model_types=("qwen3_5_text",),
+        state=StateKind.DELTA_NET,
+        has_output_gate=True,
+        qk_norm=NormSpan.HEAD,
+        norm_offset=1.0,
+        has_extra_layers=True,
+        config_defaults={**_DELTA_NET, "num_key_value_heads": 4},
+        reads=frozenset({"mrope", "partial_rotary_factor"}),
+        gguf_names=_NORM_BEFORE_FEED,
+        gguf_reads=frozenset(_DELTA_NET_KEYS),
+        gguf_tiles_heads=True,
+    ),
+    Family(
+        name="qwen35moe",
+        architectures=("qwen35moe",),
+        model_types=("qwen3_5_moe_text",),
+        state=StateKind.DELTA_NET,
+        has_output_gate=True,
+        qk_norm=NormSpan.HEAD,
+        norm_offset=1.0,
+        has_extra_layers=True,
+        dense_size="moe_intermediate_size",  # no layer is dense
+        config_defaults={
+            **_DELTA_NET,
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts_per_tok": 8,
+            "num_experts": 256,
+        },
+        reads=frozenset({"mrope", "partial_rotary_factor"}),
+        gguf_names=_NORM_BEFORE_FEED,
+        gguf_reads=frozenset(_DELTA_NET_KEYS),
+        gguf_tiles_heads=True,
+        routing=Routing(
+            normalises=True,
+            gguf_normalises=True,
+            shared_size="shared_expert_intermediate_size",
+            has_shared_gate=True,
+        ),
+    ),
+    Family(
+        name="lfm2",
+        architectures=("lfm2",),
+        model_types=("lfm2",),
+        state=StateKind.CONVOLUTION,
+        qk_norm=NormSpan.HEAD,
+        epsilon="norm_eps",
+        qkv_bias=False,
+        output_bias=False,
+        config_defaults={
+            **_LFM2,
+            "block_auto_adjust_ff_dim": True,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256,
+        },
+        config_keys={
+            "block_ff_dim": "intermediate_size",
+            "tie_embedding": "tie_word_embeddings",
+        },
+        reads=frozenset({"block_auto_adjust_ff_dim"}),
+        config_names=_LFM2_NAMES,
+        gguf_names=_LFM2_GGUF_NAMES,
+        gguf_reads=frozenset({"shortconv.l_cache"}),
+    ),
+    Family(
+        name="lfm2moe",
+        architectures=("lfm2moe",),
+        model_types=("lfm2_moe",),
+        state=StateKind.CONVOLUTION,
+        qk_norm=NormSpan.HEAD,
+        epsilon="norm_eps",
+        qkv_bias=False,
+        output_bias=False,
+        config_defaults={
+            **_LFM2,
+            "moe_intermediate_size": 1792,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "use_expert_bias": True,
+        },
+        config_keys={
+            "tie_embedding": "tie_word_embeddings",
+            "num_dense_layers": "first_k_dense_replace",
+        },
+        config_names=_LFM2_NAMES,
+        gguf_names=_LFM2_GGUF_NAMES,
+        gguf_reads=frozenset({"shortconv.l_cache"}),
+        routing=Routing(
+            scoring=Scoring.SIGMOID,
+            gguf_normalises=True,
+            choice_bias="use_expert_bias",
+            layers=RoutedLayers.AFTER_DENSE,
+        ),
+    ),
+    Family(
         name="bitnet",
         architectures=("bitnet",),
         model_types=("bitnet",),
@@ -496,6 +475,25 @@ FAMILIES = (
         reads=frozenset({"partial_rotary_factor", "longrope"}),
         gguf_reads=frozenset({"rope.scaling.attn_factor"}),
         gguf_names={"ffn_up": "ffn_gate_up"},
+    ),
+    Family(
+        name="phimoe",
+        architectures=("phimoe",),
+        model_types=("phimoe",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        head_bias="lm_head_bias",
+        windows=Windows.EVERY,
+        config_defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+        },
+        reads=frozenset({"longrope", "long_mscale"}),
+        routing=Routing(scoring=Scoring.SPARSE_MIXER, normalises=False),
+        gguf_reads=frozenset({"rope.scaling.attn_factor"}),
     ),
     Family(
         name="gemma",
@@ -718,37 +716,62 @@ FAMILIES = (
             {
                 *_GRANITE_KEYS,
                 "expert_shared_feed_forward_length",
-                *("ssm.conv_kernel", "ssm.group_count", "ssm.inner_size", "ssm.state_size"),
-                "ssm.time_step_rank",
+                *_SSM_KEYS,
             }
         ),
     ),
     Family(
-        name="granite",
-        model_types=("granitemoehybrid",),  # Granite 4's without state-space layers and experts
+        name="granitehybrid",
+        architectures=("granitehybrid",),
+        model_types=("granitemoehybrid",),  # Granite 4's without state-space layers too
+        state=StateKind.MAMBA,
         dense_size="shared_intermediate_size",
+        interleaved_in_gguf=True,
         divides_logits=True,
-        config_defaults={"attention_multiplier": 1.0, "num_local_experts": 8},
-        reads=frozenset({*_GRANITE, "position_embedding_type"}),
-        config_names={
-            "shared_mlp.input_linear": "ffn_gate_up",
-            "shared_mlp.output_linear": "ffn_down",
+        config_defaults={
+            "attention_multiplier": 1.0,
+            "shared_intermediate_size": 1024,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
         },
+        reads=frozenset({*_GRANITE, "position_embedding_type"}),
+        config_keys={"layers_block_type": "layer_types"},
+        gguf_reads=frozenset({*_GRANITE_KEYS, *_SSM_KEYS}),
+        routing=Routing(
+            normalises=True,
+            gguf_normalises=True,
+            shared_size="shared_intermediate_size",
+            is_there_if="num_local_experts",
+        ),
     ),
     Family(
         name="granitemoe",
         architectures=("granitemoe",),
-        model_types=("granitemoe",),
+        model_types=("granitemoe", "granitemoeshared"),
         interleaved_in_gguf=True,
         divides_logits=True,
         config_defaults={
             "attention_multiplier": 1.0,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
+            "shared_intermediate_size": 0,
         },
         reads=frozenset(_GRANITE),
         gguf_reads=frozenset(_GRANITE_KEYS),
-        routing=Routing(normalises=True, gguf_normalises=True),
+        routing=Routing(
+            normalises=True, gguf_normalises=True, shared_size="shared_intermediate_size"
+        ),
+        config_names={
+            "shared_mlp.input_linear": "ffn_gate_up_shexp",
+            "shared_mlp.output_linear": "ffn_down_shexp",
+        },
     ),
     Family(
         name="arcee",
@@ -759,6 +782,27 @@ FAMILIES = (
         interleaved_in_gguf=True,
         gguf_activation=Activation.RELU2,
         config_defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        name="apertus",
+        architectures=("apertus",),
+        model_types=("apertus",),
+        qk_norm=NormSpan.HEAD,
+        is_gated=False,
+        gguf_activation=Activation.XIELU,
+        config_defaults={
+            "hidden_act": "xielu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1.2e7,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        config_names={"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     ),
     Family(
         name="nemotron",
@@ -1011,6 +1055,34 @@ FAMILIES = (
         gguf_reads=frozenset({"attention.sliding_window_pattern"}),
     ),
     Family(
+        name="exaone-moe",
+        architectures=("exaone-moe",),
+        model_types=("exaone_moe",),
+        qk_norm=NormSpan.HEAD,
+        qkv_bias=False,
+        output_bias=False,
+        windows=Windows.MOST,
+        full_every=4,
+        no_rope=NoRope.FULL_LAYERS,
+        has_extra_layers=True,
+        config_defaults={
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        config_keys={"num_shared_experts": "n_shared_experts"},
+        reads=frozenset({"sliding_window_pattern"}),
+        routing=_OF_DEEPSEEK,
+        gguf_reads=frozenset({"attention.sliding_window_pattern", "nextn_predict_layers"}),
+    ),
+    Family(
         name="llama4",
         architectures=("llama4",),
         model_types=("llama4_text",),
@@ -1056,7 +1128,7 @@ FAMILIES = (
     Family(
         name="deepseek2",
         architectures=("deepseek2",),
-        model_types=("deepseek_v3",),
+        model_types=("deepseek_v3", "kimi_k2"),
         has_latent=True,
         interleaved_in_config=True,
         interleaved_in_gguf=True,
@@ -1137,6 +1209,53 @@ FAMILIES = (
             layers=RoutedLayers.AFTER_DENSE,
             shared_count="n_shared_experts",
         ),
+    ),
+    Family(
+        name="deepseek",
+        architectures=("deepseek",),
+        model_types=("deepseek",),
+        interleaved_in_gguf=True,
+        config_defaults={"moe_intermediate_size": 1407},
+        routing=Routing(layers=RoutedLayers.AFTER_DENSE, shared_count="n_shared_experts"),
+    ),
+    Family(
+        name="bailingmoe",  # Ling and Ring
+        architectures=("bailingmoe",),
+        model_types=("bailing_moe",),
+        other_if=("use_qk_norm", "bailing_moe_v2"),  # which have the same model_type
+        qkv_bias="use_qkv_bias",
+        output_bias="use_bias",
+        interleaved_in_gguf=True,
+        config_defaults={"rms_norm_eps": 1e-5, "use_bias": True, "norm_topk_prob": True},
+        config_keys=_BAILING_KEYS,
+        routing=Routing(layers=RoutedLayers.AFTER_DENSE, shared_count="n_shared_experts"),
+        config_names=_BAILING_NAMES,
+    ),
+    Family(
+        name="bailingmoe2",
+        architectures=("bailingmoe2",),
+        model_types=("bailing_moe_v2",),
+        qk_norm=NormSpan.HEAD,
+        qkv_bias="use_qkv_bias",
+        output_bias="use_bias",
+        has_extra_layers=True,
+        config_defaults={
+            "rms_norm_eps": 1e-5,
+            "use_bias": True,
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        config_keys=_BAILING_KEYS,
+        reads=frozenset({"partial_rotary_factor", "use_qk_norm"}),
+        routing=_OF_DEEPSEEK,
+        config_names={
+            **_BAILING_NAMES,
+            "attention.query_layernorm": "attn_q_norm",
+            "attention.key_layernorm": "attn_k_norm",
+        },
+        gguf_reads=frozenset({"nextn_predict_layers"}),
     ),
     Family(
         name="mistral4",
@@ -1245,6 +1364,201 @@ FAMILIES = (
         },
     ),
     Family(
+        name="gpt2",
+        architectures=("gpt2",),
+        model_types=("gpt2",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        no_rope=NoRope.ALL,
+        has_positions=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_multiple=4,
+        transposes_matrices=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            "hidden_act": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+        },
+        config_keys=_GPT2_KEYS,
+        config_names=_GPT2_NAMES,
+    ),
+    Family(
+        name="gpt_neo",
+        model_types=("gpt_neo",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        no_rope=NoRope.ALL,
+        has_positions=True,
+        has_unit_scale=True,
+        windows=Windows.LISTED,
+        qkv_bias=False,
+        output_bias=True,
+        ffn_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_multiple=4,
+        config_defaults={
+            "hidden_act": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048,
+            "sliding_window": 256,
+            "tie_word_embeddings": True,
+            "attention_types": [[["global", "local"], 12]],
+        },
+        config_keys={
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "window_size": "sliding_window",
+            "activation_function": "hidden_act",
+        },
+        reads=frozenset({"attention_types"}),
+        config_names={
+            "ln_1": "attn_norm",
+            "ln_2": "ffn_norm",
+            **{f"attn.attention.{x}_proj": f"attn_{x}" for x in "qkv"},
+            "attn.attention.out_proj": "attn_output",
+        },
+    ),
+    Family(
+        name="starcoder",
+        architectures=("starcoder",),
+        model_types=("gpt_bigcode",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        no_rope=NoRope.ALL,
+        has_positions=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_multiple=4,
+        grouped_qkv=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": True,
+        },
+        config_keys=_GPT2_KEYS,
+        reads=frozenset({"multi_query"}),
+        config_names=_GPT2_NAMES,
+    ),
+    Family(
+        name="falcon",
+        architectures=("falcon",),
+        model_types=("falcon",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        placement=Placement.PARALLEL_EACH,
+        qkv_bias="bias",
+        output_bias="bias",
+        ffn_bias="bias",
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_size="ffn_hidden_size",
+        dense_multiple=4,
+        grouped_qkv=True,
+        gguf_activation=Activation.GELU,
+        config_defaults={
+            "hidden_act": "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        config_keys={"activation": "hidden_act", "num_kv_heads": "num_key_value_heads"},
+        reads=frozenset({"new_decoder_architecture", "multi_query"}),
+        config_names={
+            "ln_attn": "attn_norm",
+            "ln_mlp": "ffn_norm",
+            "self_attention.query_key_value": "attn_qkv",
+            "self_attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+        gguf_names={"attn_norm_2": "attn_norm", "attn_norm": "ffn_norm"},
+        gguf_names_if="attn_norm_2",
+    ),
+    Family(
+        name="bloom",
+        architectures=("bloom",),
+        model_types=("bloom",),
+        norm=NormKind.LAYER,
+        norm_bias=True,
+        no_rope=NoRope.ALL,
+        alibi=8.0,
+        has_embedding_norm=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_multiple=4,
+        grouped_qkv=True,
+        gguf_activation=Activation.GELU_TANH,
+        config_defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        config_keys={
+            "n_embed": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "seq_length": "max_position_embeddings",
+        },
+        config_names={
+            "self_attention.query_key_value": "attn_qkv",
+            "self_attention.dense": "attn_output",
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+        },
+    ),
+    Family(
+        name="mpt",
+        architectures=("mpt",),
+        model_types=("mpt",),
+        norm=NormKind.LAYER,
+        no_rope=NoRope.ALL,
+        alibi=8.0,
+        qkv_bias=False,
+        output_bias=False,
+        is_gated=False,
+        epsilon="layer_norm_epsilon",
+        dense_multiple=4,
+        gguf_activation=Activation.GELU,
+        config_defaults={
+            "hidden_act": "gelu",
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+        },
+        config_keys={
+            "d_model": "hidden_size",
+            "n_layers": "num_hidden_layers",
+            "n_heads": "num_attention_heads",
+            "max_seq_len": "max_position_embeddings",
+        },
+        reads=frozenset({"attn_config"}),
+        config_names={
+            "norm_1": "attn_norm",
+            "norm_2": "ffn_norm",
+            "attn.Wqkv": "attn_qkv",
+            "attn.out_proj": "attn_output",
+            "ffn.up_proj": "ffn_up",
+            "ffn.down_proj": "ffn_down",
+        },
+        gguf_reads=frozenset({"attention.max_alibi_bias"}),
+    ),
+    Family(
         name="internlm2",
         architectures=("internlm2",),
         model_types=("internlm2",),
@@ -1300,6 +1614,28 @@ FAMILIES = (
         config_keys={"scale_emb": "embedding_multiplier"},
         reads=frozenset({"embedding_multiplier", "scale_depth", "longrope"}),
         gguf_reads=frozenset({*_GRANITE_KEYS, "rope.scaling.attn_factor"}),
+    ),
+    Family(
+        name="minicpm3",
+        architectures=("minicpm3",),
+        model_types=("minicpm3",),
+        has_latent=True,
+        divides_logits=True,
+        config_defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "embedding_multiplier": 12.0,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        config_keys={"scale_emb": "embedding_multiplier"},
+        reads=frozenset({"kv_lora_rank", "embedding_multiplier", "scale_depth", "longrope"}),
+        gguf_reads=frozenset({"attention.kv_lora_rank", "attention.q_lora_rank"}),
+        gguf_scales=Scales(embedding=12.0, depth=1.4, hidden_size=256),
     ),
     Family(
         name="hunyuan-dense",
@@ -1365,6 +1701,44 @@ FAMILIES = (
         ),
     ),
     Family(
+        name="afmoe",  # Trinity
+        architectures=("afmoe",),
+        model_types=("afmoe",),
+        placement=Placement.AROUND,
+        qk_norm=NormSpan.HEAD,
+        has_output_gate=True,
+        scales_embedding="mup_enabled",
+        windows=Windows.MOST,
+        full_every=4,
+        no_rope=NoRope.FULL_LAYERS,
+        config_defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 1024,
+            "moe_intermediate_size": 1408,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+        config_keys={
+            "global_attn_every_n_layers": "sliding_window_pattern",
+            "num_dense_layers": "first_k_dense_replace",
+            "num_shared_experts": "n_shared_experts",
+            "route_scale": "routed_scaling_factor",
+            "score_func": "scoring_func",
+        },
+        reads=frozenset({"sliding_window_pattern"}),
+        routing=replace(_OF_DEEPSEEK, normalises=True),
+        config_names={
+            "self_attn.gate_proj": "attn_gate",
+            "post_attention_layernorm": "post_attention_norm",
+            "pre_mlp_layernorm": "ffn_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+            "mlp.router.gate": "ffn_gate_inp",
+        },
+    ),
+    Family(
         name="minimax-m2",
         architectures=("minimax-m2",),
         model_types=("minimax_m2",),
@@ -1419,6 +1793,9 @@ WITH_SENSES = {
     "qwen2_5_vl": "qwen2_5_vl_text",
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "lfm2_vl": "lfm2",
     "internvl": "qwen2",
     "llava": "llama",
     "llava_next": "llama",
@@ -1429,6 +1806,10 @@ WITH_SENSES = {
     "cohere2_vision": "cohere2",
     "glm4v": "glm4v_text",
     "glm4v_moe": "glm4v_moe_text",
+    "glm46v": "glm4v_moe_text",
+    "voxtral": "llama",
+    "kimi_vl": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
 }
 
 
@@ -1436,14 +1817,10 @@ WITH_SENSES = {
 _LACKING: Mapping[str, tuple[str, ...]] = {
     "state-space layers": (
         *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "plamo2"),
-        *("falcon_h1", "falcon-h1", "nemotron_h", "nemotron_h_moe", "granitehybrid"),
+        *("falcon_h1", "falcon-h1", "nemotron_h", "nemotron_h_moe"),
     ),
-    "gated delta networks": (
-        *("qwen3_next", "qwen3next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("qwen35", "qwen35moe", "kimi_linear", "kimi-linear", "olmo_hybrid"),
-    ),
+    "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
-    "short convolutions": ("lfm2", "lfm2_moe", "lfm2moe", "lfm2_vl"),
     "alternating updates of several states": ("gemma3n", "gemma3n_text"),
     "attention to tokens that an index chooses": (
         *("deepseek_v32", "deepseek32", "deepseek_v4", "glm_moe_dsa", "glm-dsa"),
@@ -1454,10 +1831,7 @@ _LACKING: Mapping[str, tuple[str, ...]] = {
     "attention to later tokens": (
         *("bert", "nomic-bert", "nomic_bert", "modernbert", "xlm-roberta", "gemma-embedding"),
     ),
-    "learned positions": ("gpt2", "gpt_bigcode", "starcoder", "opt", "gpt_neo"),
-    "positions by distance alone (ALiBi)": ("bloom", "mpt"),
-    "a router that masks experts (SparseMixer)": ("phimoe",),
-    "an activation with weights (xIELU)": ("apertus",),
+    "learned positions that begin at the second": ("opt",),
 }
 
 

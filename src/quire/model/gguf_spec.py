@@ -9,17 +9,16 @@ import numpy as np
 from quire.core.errors import ModelFileError
 from quire.loader.metadata import Fields, Metadata
 from quire.loader.tensor import Tensor
-from quire.model.families import (
-    CONFIG_FAMILIES,
-    GGUF_FAMILIES,
+from quire.model.families import CONFIG_FAMILIES, GGUF_FAMILIES, find_family
+from quire.model.family import (
     Facts,
     Family,
     NoRope,
     Placement,
     Routing,
+    Scales,
     Windows,
     describe,
-    find_family,
 )
 from quire.model.rope import (
     DivisorScaling,
@@ -44,6 +43,7 @@ from quire.model.spec import (
     Router,
     Scoring,
 )
+from quire.model.states import StateKind, StateMixer
 
 # Keys under the architecture's name that are read below or say nothing about the mathematics.
 _READ_KEYS = frozenset(
@@ -112,6 +112,7 @@ _OF_EXPERTS: Mapping[str, tuple[object, ...]] = {
 }
 _KEY_LENGTH_SWA = "attention.key_length_swa"
 _LAYER_EPSILON = "attention.layer_norm_epsilon"
+_RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 _CHUNK = 8192  # of llama4, whose files do not say it
 _SCALING_TYPES = ("none", "linear", "yarn")
 _WINDOW_LIMIT = 1 << 62
@@ -141,7 +142,12 @@ def spec_from_gguf(metadata: Metadata, tensors: Mapping[str, Tensor]) -> ModelSp
 
 
 def _placed(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Family:
-    """Halves that share a norm are told by its absence, others by a key."""
+    """What a file says of its family. Halves that share a norm are told by its absence, others by
+    a key."""
+    if "attention.max_alibi_bias" in family.gguf_reads:
+        family = replace(family, alibi=fields.number("attention.max_alibi_bias"))
+    if family.gguf_names_if is not None and f"blk.0.{family.gguf_names_if}.weight" not in tensors:
+        return replace(family, placement=Placement.PARALLEL)  # falcon's with one norm
     if family.placement_if is None:
         return family
     is_there = "blk.0.ffn_norm.weight" not in tensors
@@ -154,16 +160,19 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
     hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
     num_layers = num_decoder_layers(fields)
     norm = _norm(family, fields)
-    attention = _attention(family, fields, tensors, hidden_size, num_layers)
+    states = _states(family, fields, tensors, hidden_size, num_layers)
+    attention = _attention(family, fields, tensors, hidden_size, states)
     windows = _windows(family, fields, num_layers)
     sliding = attention
     if _KEY_LENGTH_SWA in family.gguf_reads:
         sliding, attention = _both_attentions(fields, tensors, attention, windows)
     rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
+    context_length = fields.integer("context_length", high=MAX_SIZES["context_length"])
     facts = Facts(
         hidden_size=hidden_size,
         vocabulary_size=_vocabulary_size(fields, tensors),
-        context_length=fields.integer("context_length", high=MAX_SIZES["context_length"]),
+        context_length=context_length,
+        num_positions=context_length if family.has_positions else 0,
         norm=norm,
         attention=attention,
         ropes=_ropes(family, fields, tensors, rope_dims, windows),
@@ -173,16 +182,28 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         num_shared_kv=fields.integer(
             "attention.shared_kv_layers", 0, low=0, high=max(0, num_layers - 1)
         ),
+        states=states,
         layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=fields.number("residual_scale", 1.0) or 1.0,
         embedding_scale=fields.number("embedding_scale", 1.0) or 1.0,
         logit_scale=fields.number("logit_scale", 1.0) or 1.0,
         logit_soft_cap=fields.number("final_logit_softcapping", 0.0),
         tied_head=family.gguf_tied_head or "output.weight" not in tensors,
-        head_bias=family.head_bias,
+        head_bias=family.head_bias is True or "output.bias" in tensors,
         linear_scales="blk.0.attn_q.scale" in tensors,
     )
+    if family.gguf_scales is not None:
+        facts = _scaled(facts, family.gguf_scales)
     return describe(family, facts)
+
+
+def _scaled(facts: Facts, scales: Scales) -> Facts:
+    return replace(
+        facts,
+        embedding_scale=scales.embedding,
+        residual_scale=scales.depth * len(facts.windows) ** -0.5,
+        logit_scale=facts.hidden_size / scales.hidden_size,
+    )
 
 
 def _layer_inputs(family: Family, fields: Fields, norm: Norm) -> LayerInputs | None:
@@ -201,8 +222,9 @@ def num_decoder_layers(fields: Fields) -> int:
 
 
 def _norm(family: Family, fields: Fields) -> Norm:
-    keys = {NormKind.RMS: "attention.layer_norm_rms_epsilon", NormKind.LAYER: _LAYER_EPSILON}
-    epsilon = fields.number(keys[family.norm])
+    has_layer_epsilon = fields.get(_LAYER_EPSILON) is not None  # phimoe's has the other's name
+    is_layer = family.norm is NormKind.LAYER and has_layer_epsilon
+    epsilon = fields.number(_LAYER_EPSILON if is_layer else _RMS_EPSILON)
     return Norm(epsilon=epsilon, kind=family.norm, has_bias=family.norm_bias)
 
 
@@ -214,15 +236,16 @@ def _attention(
     fields: Fields,
     tensors: Mapping[str, Tensor],
     hidden_size: int,
-    num_layers: int,
+    states: tuple[StateMixer | None, ...],
 ) -> Attention:
-    limit = MAX_SIZES["num_heads"]
+    limit, num_layers = MAX_SIZES["num_heads"], num_decoder_layers(fields)
     num_heads = _by_layer(family, fields, "attention.head_count", None, limit)[0]
     norm = _norm(family, fields)
     if family.has_latent:
-        return _latent_attention(family, fields, num_heads, norm)
+        return _latent_attention(family, fields, num_heads, hidden_size, norm)
     limit = MAX_SIZES["num_kv_heads"]
-    has_bias = any(f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_qkv"))
+    first = next((layer for layer, state in enumerate(states) if state is None), 0)
+    has_bias = any(f"blk.{first}.{name}.bias" in tensors for name in ("attn_q", "attn_qkv"))
     scale = fields.number("attention.scale", 0.0)
     if not scale and num_layers in family.gguf_hidden_scale_at:
         scale = (hidden_size / num_heads) ** -0.5
@@ -231,7 +254,7 @@ def _attention(
         num_kv_heads=_by_layer(family, fields, "attention.head_count_kv", num_heads, limit)[0],
         head_dim=_head_dim(fields, hidden_size, num_heads),
         qkv_bias=family.qkv_bias is True or has_bias,
-        output_bias="blk.0.attn_output.bias" in tensors,
+        output_bias=f"blk.{first}.attn_output.bias" in tensors,
         qk_norm=_qk_norm(family, fields, tensors, norm),
         value_norm=_without_weights(norm) if family.has_value_norm else None,
         output_norm=norm if family.sub_norms else None,
@@ -239,6 +262,7 @@ def _attention(
         scale=1.0 if family.has_unit_scale else scale,
         position_scale=_position_scale(family, fields),
         has_sinks=family.has_sinks,
+        has_output_gate=family.has_output_gate,
     )
 
 
@@ -259,9 +283,66 @@ def _by_layer(
         if not has_all:
             raise fields.unsupported(key, ["a size for each layer"])
         return sizes
+    if family.state is not None:  # none in layers that keep a state
+        sizes = tuple(size for size in sizes if size)
     if has_all and len({*sizes}) == 1 and 1 <= sizes[0] <= limit:
         return sizes[:1]
     return (fields.integer(key, default, high=limit),)  # which refuses it by name
+
+
+def _states(
+    family: Family,
+    fields: Fields,
+    tensors: Mapping[str, Tensor],
+    hidden_size: int,
+    num_layers: int,
+) -> tuple[StateMixer | None, ...]:
+    if family.state is None:
+        return ()
+    has_state = _state_layers(fields, num_layers)
+    if not any(has_state):
+        return ()
+    mixer = _state_mixer(family, fields, hidden_size)
+    first = has_state.index(True)
+    has_bias = f"blk.{first}.ssm_conv1d.bias" in tensors
+    mixer = replace(mixer, has_convolution_bias=has_bias)
+    return tuple(mixer if is_there else None for is_there in has_state)
+
+
+def _state_layers(fields: Fields, num_layers: int) -> list[bool]:
+    """Those without heads of keys; DeltaNets' files list them, or say how often a layer attends."""
+    if isinstance(fields.get("attention.head_count_kv"), np.ndarray):
+        counts = fields.integers("attention.head_count_kv")
+        if len(counts) < num_layers:
+            raise fields.unsupported("attention.head_count_kv", ["a number for each layer"])
+        return [count == 0 for count in counts[:num_layers]]
+    listed = "attention.recurrent_layers"
+    if fields.get(listed) is not None:
+        has_state = fields.booleans(listed)
+        if len(has_state) < num_layers:
+            raise fields.unsupported(listed, ["a boolean for each layer"])
+        return list(has_state[:num_layers])
+    every = fields.integer("full_attention_interval", 4, high=MAX_SIZES["num_layers"])
+    return [(layer + 1) % every != 0 for layer in range(num_layers)]
+
+
+def _state_mixer(family: Family, fields: Fields, hidden_size: int) -> StateMixer:
+    limit, size_limit = MAX_SIZES["num_heads"], MAX_SIZES["head_dim"]
+    assert family.state is not None
+    if family.state is StateKind.CONVOLUTION:
+        kernel = fields.integer("shortconv.l_cache", high=size_limit)
+        return StateMixer(kind=family.state, kernel=kernel, value_dim=hidden_size)
+    num_heads = fields.integer("ssm.time_step_rank", high=limit)
+    return StateMixer(
+        kind=family.state,
+        kernel=fields.integer("ssm.conv_kernel", high=size_limit),
+        num_heads=num_heads,
+        num_groups=fields.integer("ssm.group_count", high=limit),
+        key_dim=fields.integer("ssm.state_size", high=size_limit),
+        value_dim=fields.integer("ssm.inner_size", high=MAX_SIZES["ffn_size"]) // num_heads,
+        is_tiled=fields.boolean("ssm.v_head_reordered", family.gguf_tiles_heads),
+        norm_epsilon=_norm(family, fields).epsilon,
+    )
 
 
 def _both_attentions(
@@ -298,7 +379,7 @@ def _qk_norm(
     count = fields.get("expert_count")
     if family.gguf_unnormed_at and isinstance(count, int) and count == family.gguf_unnormed_at:
         return None
-    has_weights = "blk.0.attn_q_norm.weight" in tensors
+    has_weights = any(name.endswith(".attn_q_norm.weight") for name in tensors)
     if family.qk_norm_if and not family.has_bare_qk_norm and not has_weights:
         return None
     has_weight = not family.has_bare_qk_norm
@@ -319,7 +400,9 @@ def _position_scale(family: Family, fields: Fields) -> PositionScale | None:
     return PositionScale(factor=factor, length=length)
 
 
-def _latent_attention(family: Family, fields: Fields, num_heads: int, norm: Norm) -> Attention:
+def _latent_attention(
+    family: Family, fields: Fields, num_heads: int, hidden_size: int, norm: Norm
+) -> Attention:
     """Files say the sizes of the cached vector; those of heads have the suffix _mla. Older files,
     whose keys and values have one matrix (attn_kv_b), say those of heads."""
     limit, size_limit = MAX_SIZES["head_dim"], MAX_SIZES["hidden_size"]
@@ -333,7 +416,9 @@ def _latent_attention(family: Family, fields: Fields, num_heads: int, norm: Norm
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=head_dim,
-        value_dim=fields.integer(f"attention.value_length{suffix}", high=limit),
+        value_dim=fields.integer(
+            f"attention.value_length{suffix}", max(1, hidden_size // num_heads), high=limit
+        ),
         scale=head_dim**-0.5 * extended * extended,
         position_scale=_position_scale(family, fields),
         latent=Latent(
@@ -390,7 +475,9 @@ def _feed_forwards(
     family: Family, fields: Fields, tensors: Mapping[str, Tensor], norm: Norm, num_layers: int
 ) -> tuple[Dense | Experts, ...]:
     limit = MAX_SIZES["num_layers"]
-    sizes = _by_layer(family, fields, "feed_forward_length", None, MAX_SIZES["ffn_size"])
+    sizes = _dense_sizes(family, fields)
+    if family.dense_halved:
+        sizes = tuple(size // 2 for size in sizes)
     dense = Dense(
         size=sizes[0],
         activation=family.gguf_activation,
@@ -415,6 +502,17 @@ def _feed_forwards(
     )
 
 
+def _dense_sizes(family: Family, fields: Fields) -> tuple[int, ...]:
+    """One for all layers or each its own. Where no layer is dense files leave it out or say 0, and
+    have that of experts."""
+    key, of_experts = "feed_forward_length", "expert_feed_forward_length"
+    given = fields.get(key)
+    is_said = given is not None and (isinstance(given, np.ndarray) or given != 0)
+    if family.routing is not None and not is_said and fields.get(of_experts) is not None:
+        key = of_experts
+    return _by_layer(family, fields, key, None, MAX_SIZES["ffn_size"])
+
+
 def _experts(
     routing: Routing, fields: Fields, tensors: Mapping[str, Tensor], dense: Dense
 ) -> Experts:
@@ -427,13 +525,13 @@ def _experts(
         normalises=fields.boolean("expert_weights_norm", routing.gguf_normalises),
         scale=fields.number("expert_weights_scale", 1.0) or 1.0,
         has_bias=routing.router_bias,
-        has_choice_bias=routing.choice_bias and _has_choice_bias(tensors),
+        has_choice_bias=bool(routing.choice_bias) and _has_choice_bias(tensors),
         num_groups=groups,
         num_used_groups=fields.integer("expert_group_used_count", groups, high=limit),
         num_group_best=routing.num_group_best if scoring is Scoring.SIGMOID else 1,
         weighs_input=routing.weighs_input,
     )
-    shared = _shared_size(routing, fields, size)
+    shared = _shared_size(routing, fields, tensors, size)
     return Experts(
         count=fields.integer("expert_count", high=limit),
         num_used=fields.integer("expert_used_count", high=limit),
@@ -468,7 +566,9 @@ def _is_glm_47_lite(fields: Fields, tensors: Mapping[str, Tensor]) -> bool:
     return num_layers in (47, 48) and _vocabulary_size(fields, tensors) == 154_880
 
 
-def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
+def _shared_size(
+    routing: Routing, fields: Fields, tensors: Mapping[str, Tensor], expert_size: int
+) -> int:
     """Of the shared expert; 0: there is none."""
     if routing.shared_size is None and routing.shared_count is None:
         return 0
@@ -476,7 +576,8 @@ def _shared_size(routing: Routing, fields: Fields, expert_size: int) -> int:
     key = "expert_shared_feed_forward_length"
     if fields.get(key) is not None:
         return fields.integer(key, low=0, high=limit)
-    usual = 1 if routing.shared_size is not None else 0
+    is_there = any(name.endswith(".ffn_up_shexp.weight") for name in tensors)
+    usual = 1 if routing.shared_size is not None and is_there else 0
     count = fields.integer("expert_shared_count", usual, low=0, high=limit // expert_size)
     return count * expert_size
 
@@ -501,7 +602,11 @@ def _ropes(
             interleaved=usual.interleaved,
         )
     has_rope = [True] * len(windows)
-    if family.no_rope is NoRope.FULL_LAYERS:
+    if "position_embedding_type" in family.reads:  # Granite's files say so by this key
+        has_rope = [fields.boolean("rope.scaling.finetuned", True)] * len(windows)
+    elif family.no_rope is NoRope.ALL:
+        has_rope = [False] * len(windows)
+    elif family.no_rope is NoRope.FULL_LAYERS:
         has_rope = [window is not None or not any(windows) for window in windows]
     elif family.no_rope is NoRope.LISTED:
         has_rope = [(layer + 1) % family.no_rope_every != 0 for layer in range(len(windows))]
@@ -537,7 +642,11 @@ def _long_scaling(fields: Fields, tensors: Mapping[str, Tensor], dims: int) -> L
     return LongScaling(
         short=_factors(tensors["rope_factors_short.weight"], dims),
         long=_factors(tensors["rope_factors_long.weight"], dims),
-        original_context=fields.integer("rope.scaling.original_context_length", high=limit),
+        original_context=fields.integer(
+            "rope.scaling.original_context_length",
+            fields.integer("context_length", high=limit),
+            high=limit,
+        ),
         attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
     )
 

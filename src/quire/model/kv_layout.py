@@ -30,7 +30,8 @@ _SCALE_BYTES = 4  # of keys or values of one byte, for each token and kv head
 class KVLayout:
     windows: Windows  # of each group
     num_slots: int
-    groups: tuple[int, ...]  # of each layer; one that keeps nothing has its kv_layer's
+    # Of each layer; one that keeps nothing has its kv_layer's, one with a state the first.
+    groups: tuple[int, ...]
     slots: tuple[int, ...]  # likewise
 
     def slot_sizes(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> tuple[int, ...]:
@@ -38,8 +39,9 @@ class KVLayout:
         if not self.num_slots:  # of layers without their attention
             return ()
         sizes = [0] * self.num_slots
-        for layer, slot in zip(spec.layers, self.slots, strict=True):
-            sizes[slot] = max(sizes[slot], size_of(layer.mixer))
+        for layer, part in spec.attentions.items():
+            slot = self.slots[layer]
+            sizes[slot] = max(sizes[slot], size_of(part))
         return tuple(sizes)
 
     def token_size(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> int:
@@ -58,8 +60,8 @@ def kv_bytes_in_block(spec: ModelSpec, layout: KVLayout, is_8bit: bool) -> int:
     if not is_8bit:
         return 2 * elements
     # Layers of one slot share its scales where they have as many.
-    kinds = zip(layout.slots, (_num_kv_scales(layer.mixer) for layer in spec.layers), strict=True)
-    return elements + _SCALE_BYTES * sum(count for _, count in set(kinds))
+    kinds = {(layout.slots[n], _num_kv_scales(part)) for n, part in spec.attentions.items()}
+    return elements + _SCALE_BYTES * sum(count for _, count in kinds)
 
 
 def _num_kv_scales(part: Attention) -> int:
@@ -71,7 +73,7 @@ def _num_kv_scales(part: Attention) -> int:
 
 def one_group(spec: ModelSpec) -> KVLayout:
     """One block table for all layers, whatever they see."""
-    return _layout(spec, [(None, sorted(set(_owner_of_each(spec))))])
+    return _layout(spec, [(None, sorted({*_owners(spec).values()}))])
 
 
 def grouped(spec: ModelSpec, block_size: int) -> KVLayout:
@@ -97,8 +99,9 @@ _Groups = list[tuple[Window | None, list[int]]]
 def _kinds(spec: ModelSpec) -> _Kinds:
     """A layer keeps what it sees, and all where another that reads it sees otherwise."""
     seen: dict[int, set[Window | None]] = {}
-    for index, owner in enumerate(_owner_of_each(spec)):
-        part = spec.layers[index].mixer
+    parts = spec.attentions
+    for index, owner in _owners(spec).items():
+        part = parts[index]
         window = None if part.window is None else Window(part.window, part.is_chunked)
         seen.setdefault(owner, set()).add(window)
     kinds: _Kinds = {}
@@ -107,10 +110,10 @@ def _kinds(spec: ModelSpec) -> _Kinds:
     return kinds
 
 
-def _owner_of_each(spec: ModelSpec) -> list[int]:
-    """Of each layer: itself, or the one whose keys and values it reads."""
-    parts = [layer.mixer for layer in spec.layers]
-    return [n if part.kv_layer is None else part.kv_layer for n, part in enumerate(parts)]
+def _owners(spec: ModelSpec) -> dict[int, int]:
+    """Of each layer that attends: itself, or the one whose keys and values it reads."""
+    parts = spec.attentions.items()
+    return {n: n if part.kv_layer is None else part.kv_layer for n, part in parts}
 
 
 def _split(kinds: _Kinds, size: int) -> _Groups:
@@ -128,7 +131,8 @@ def _layout(spec: ModelSpec, groups: _Groups) -> KVLayout:
         for group, (_, layers) in enumerate(groups)
         for slot, layer in enumerate(layers)
     }
-    kept = [places[owner] for owner in _owner_of_each(spec)]
+    owners = _owners(spec)
+    kept = [places[owners[n]] if n in owners else (0, 0) for n in range(spec.num_layers)]
     return KVLayout(
         windows=tuple(window for window, _ in groups),
         num_slots=max(len(layers) for _, layers in groups),

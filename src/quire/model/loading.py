@@ -2,6 +2,7 @@
 tokenizer that came with it, wherever its files keep it.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,16 @@ from quire.model.config_spec import config_family, spec_from_config
 from quire.model.dummy import DummyModel
 from quire.model.families import WITH_SENSES
 from quire.model.gguf_spec import gguf_family, spec_from_gguf
-from quire.model.spec import ModelSpec, check_tensors
-from quire.model.tensors import arranged, named_as_ours, named_in_gguf
+from quire.model.quant_mixes import MIXES
+from quire.model.quantised import linears_joined
+from quire.model.spec import Activation, ModelSpec, check_tensors, tensor_shapes
+from quire.model.tensors import (
+    arranged,
+    named_as_ours,
+    named_in_gguf,
+    of_decoder,
+    xielu_in_gguf,
+)
 from quire.tokenizer import Tokenizer, check_vocabulary
 from quire.tokenizer.tokenizer_json import (
     MAX_TEMPLATE_BYTES,
@@ -85,19 +94,37 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
         spec = spec_from_gguf(source.metadata, tensors)
         family = gguf_family(source.metadata)
         tensors = named_in_gguf(family, spec.num_layers, tensors)
+        if family.gguf_activation is Activation.XIELU:
+            tensors |= xielu_in_gguf(source.metadata, spec.num_layers)
     else:
         spec = spec_from_config(source.whole_config)
         family = config_family(source.whole_config)
         has_senses = source.config.get("model_type") in WITH_SENSES
-        tensors = named_as_ours(family, spec.num_layers, tensors, has_senses=has_senses)
+        tensors = of_decoder(tensors) if has_senses else tensors
+        tensors = linears_joined(source.whole_config, tensors)
+        tensors = named_as_ours(family, spec.num_layers, tensors)
         tensors = weights_of(source.whole_config, tensors)
         if has_senses and "output.weight" not in tensors and _may_be_tied(source.config):
             spec = replace(spec, tied_head=True)
     tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
     if spec.tied_head:
         tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
+    tensors = _without_zero_biases(spec, tensors)
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
+
+
+def _without_zero_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Quantisers have written a bias for each linear, of zeros where the model has none."""
+    known = tensor_shapes(spec)
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in known
+        or not name.endswith(".bias")
+        or len(tensor.shape) != 1
+        or tensor.to_float32().any()
+    }
 
 
 def _may_be_tied(config: Metadata) -> bool:
@@ -115,6 +142,26 @@ def _make_model(name: str) -> Model:
     tensors = named_in_gguf(gguf_family(source.metadata), spec.num_layers, made)
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
+
+
+class FileForm(NamedTuple):
+    """What a model's file is, as other programs call it."""
+
+    format: str  # "gguf" or "safetensors"; "" of a model that is made in memory
+    quantization: str  # the mix that it is in, else the format of most of its weights
+
+
+def form_of(model: Model) -> FileForm:
+    """A mix is believed where the file has weights in its format: the numbers of some mixes mean
+    others in forks of llama.cpp."""
+    weights: Counter[str] = Counter()
+    for tensor in model.tensors.values():
+        weights[tensor.format.name] += tensor.num_weights
+    said = model.metadata.get("general.file_type")
+    mixes = (mix.name for mix in MIXES.values() if mix.file_type == said and mix.base in weights)
+    formats = {GGUFFile: "gguf", SafetensorsFolder: "safetensors"}
+    most = weights.most_common(1)[0][0]
+    return FileForm(formats.get(type(model.source), ""), next(mixes, most))
 
 
 class MemoryEstimate(NamedTuple):

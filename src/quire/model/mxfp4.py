@@ -16,13 +16,13 @@ from quire.loader.reading import Bytes, Region
 from quire.loader.tensor import Tensor
 from quire.model.tensors import Slabs
 from quire.quant.formats import RAW, format_named
+from quire.quant.packing import by_halves
 
 METHOD = "mxfp4"  # quant_method of config.json's quantization_config
 _KNOWN = ("quant_method", "modules_to_not_convert")
 _BLOCKS, _SCALES = ".blocks", ".scales"
 MXFP4 = format_named("MXFP4", "")
 _BLOCK = np.dtype([("scale", "u1"), ("codes", "V16")])
-_LOW, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)  # the low nibble of each byte
 
 
 def experts_joined(fields: Fields, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -57,19 +57,9 @@ def _joined(stem: str, blocks: Tensor, scales: Tensor | None) -> Tensor:
         codes = blocks.read(16 * count * expert, 16 * count * (expert + 1)).reshape(-1, 16)
         made = np.empty(count, _BLOCK)
         made["scale"] = scales.read(count * expert, count * (expert + 1))
-        made["codes"] = _by_halves(codes).view("V16").ravel()
+        made["codes"] = by_halves(codes).view("V16").ravel()
         return made.view(np.uint8)
 
     source = Slabs(experts, count * MXFP4.block_bytes, make)
     size = (experts, rows, 32 * blocks_a_row)
     return Tensor(f"{stem}.weight", size, MXFP4, Region(source, 0, source.size))
-
-
-def _by_halves(codes: Bytes) -> Bytes:
-    """From neighbours in a byte to weights i and i + 16 in byte i: [blocks, 16] each."""
-    first, second = codes.view("<u8").T  # eight bytes at once: models have billions
-    even = (first & _LOW | (second & _LOW) << _FOUR).view(np.uint8)
-    odd = (first >> _FOUR & _LOW | second & ~_LOW).view(np.uint8)
-    pairs = even | odd.astype("<u2") << 8
-    made: Bytes = pairs.view(np.uint8).reshape(codes.shape)
-    return made

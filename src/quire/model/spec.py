@@ -1,18 +1,20 @@
 """ModelSpec: a decoder as data (embedding, layers, head), and the tensors it computes with.
 
-A layer is its mixer (attention), its feed-forward, and the norms around them; layers may differ.
+A layer is its mixer (attention, or what keeps a state: states.py), its feed-forward, and the norms
+around them; layers may differ.
 Executors lower this description and nothing else. What only files differ in (fused, permuted or
 transposed tensors, norm weights stored less one) is undone when a model is loaded: tensors are
 named as GGUF names them, matrices are [out, in], experts are stacked [experts, out, in].
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.model.rope import Rope
+from quire.model.states import StateMixer
 from quire.quant.formats import Format
 
 # Far beyond any model. Small enough to bound the work for a broken file, and that no executor's
@@ -31,6 +33,8 @@ MAX_SIZES = {
 MAX_QUERY_SIZE = 1 << 22  # all query heads together
 SOFT_CAPS = (1e-6, 1e9)  # beyond, a score divided by it is not a float32
 SCALES = (1e-9, 1e9)
+MAX_ALIBI = 64.0  # the paper has 8
+_FEW_STATES = 8
 
 
 class Activation(StrEnum):
@@ -43,6 +47,12 @@ class Activation(StrEnum):
     # gpt-oss: gate and value are clamped at 7, the gate's sigmoid has a slope of 1.702, and the
     # value has 1 added.
     CLAMPED_SWIGLU = "clamped_swiglu"
+    # Apertus, without a gate, with four numbers of each layer: beta * x, plus alpha * x ** 2 where
+    # x is positive, else another alpha times exp(min(x, epsilon)) - 1 - x.
+    XIELU = "xielu"
+
+
+XIELU_NUMBERS = 4  # alpha of positive and of other values, beta, epsilon
 
 
 class NormKind(StrEnum):
@@ -127,8 +137,12 @@ class Attention:
     value_norm: Norm | None = None  # of each value head
     output_norm: Norm | None = None  # BitNet's, before the output projection
     latent: Latent | None = None
+    has_output_gate: bool = False  # what heads leave is multiplied by a sigmoid of the input's own
     kv_layer: int | None = None  # reads that layer's keys and values and makes none of its own
     has_key_values: bool = False  # values are what keys are before norm and rope
+    # ALiBi: the exponent by which the slopes of heads fall; 0: none. A score gets the slope of its
+    # head times the position of the key less the query's added.
+    alibi: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -150,12 +164,25 @@ class Attention:
             raise ModelFileError(
                 f"rope dimensions ({self.rope.dims}) exceed head_dim ({self.head_dim})"
             )
+        if self.latent is not None and (self.has_output_gate or self.alibi):
+            raise UnsupportedModelError("latent attention with a gate or ALiBi is not supported")
+        if not 0.0 <= self.alibi <= MAX_ALIBI:
+            raise ModelFileError(f"alibi_bias_max must be from 0 to {MAX_ALIBI}, got {self.alibi}")
         if self.window is not None and self.window < 1:
             raise ModelFileError(f"a layer's window must be positive, got {self.window}")
         if not self.scale:
             object.__setattr__(self, "scale", self.head_dim**-0.5)
         _check_scale("attention_scale", self.scale)
         _check_cap("attention_soft_cap", self.soft_cap)
+
+    @property
+    def alibi_slopes(self) -> tuple[float, ...]:
+        """Of each head: powers of 2 ** (-alibi / n), n being the greatest power of two that is no
+        more than the heads; of those beyond, odd powers of its root."""
+        usual = 1 << (self.num_heads.bit_length() - 1)
+        exponents = [head + 1.0 for head in range(usual)]
+        exponents += [head + 0.5 for head in range(self.num_heads - usual)]
+        return tuple(float(2.0 ** (-self.alibi * exponent / usual)) for exponent in exponents)
 
     @property
     def query_size(self) -> int:
@@ -191,11 +218,16 @@ class Dense:
 
     def __post_init__(self) -> None:
         _check_size("ffn_size", self.size)
+        if self.activation is Activation.XIELU and self.is_gated:
+            raise UnsupportedModelError("the activation xielu of a gate is not supported")
 
 
 class Scoring(StrEnum):
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    # Phi's: the best expert's share in a softmax over those whose scores are within two hundredths
+    # of the larger of its own and their size; then that of the best of the others among these.
+    SPARSE_MIXER = "sparse_mixer"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +280,10 @@ class Experts:
         _check_size("num_experts", self.count)
         _check_size("num_used_experts", self.num_used, self.count)
         _check_size("expert_ffn_size", self.size, MAX_SIZES["ffn_size"])
+        if self.router.scoring is Scoring.SPARSE_MIXER and self.num_used != 2:
+            raise UnsupportedModelError(
+                f"a SparseMixer chooses two experts, not {self.num_used} (num_experts_per_tok)"
+            )
         groups = self.router.num_groups
         per_group = self.count // groups
         if self.count % groups or self.num_used > self.router.num_used_groups * per_group:
@@ -259,14 +295,13 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)); `mixer` is where a layer that keeps a
-    state instead of keys and values gets its description.
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)).
 
     Where it is parallel both halves take the layer's input, and are added together; the
     feed-forward takes it as the mixer does where it has no norm of its own.
     """
 
-    mixer: Attention
+    mixer: Attention | StateMixer
     feed_forward: Dense | Experts
     mixer_norm: Norm | None = None  # before
     mixer_output_norm: Norm | None = None  # after, before it is added
@@ -278,6 +313,12 @@ class Layer:
 
     def __post_init__(self) -> None:
         _check_scale("residual_scale", self.residual_scale)
+
+    @property
+    def attention(self) -> Attention:
+        """Its mixer, where a caller knows that it keeps no state."""
+        assert isinstance(self.mixer, Attention)
+        return self.mixer
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -318,6 +359,8 @@ class ModelSpec:
     logit_soft_cap: float = 0.0  # as attention's
     tied_head: bool = False  # logits come from the embedding matrix
     head_bias: bool = False
+    embedding_norm: Norm | None = None  # of a token's vector, before the layers
+    num_positions: int = 0  # that have a learned vector, which is added to a token's; 0: none has
     layer_inputs: LayerInputs | None = None
     linear_scales: bool = False  # each linear's output is multiplied by a scalar (its .scale)
 
@@ -327,6 +370,11 @@ class ModelSpec:
         for name in ("embedding_scale", "logit_scale"):
             _check_scale(name, getattr(self, name))
         _check_cap("logit_soft_cap", self.logit_soft_cap)
+        if self.num_positions and self.context_length > self.num_positions:
+            raise ModelFileError(
+                f"a context of {self.context_length} exceeds the {self.num_positions} positions "
+                "that the model learned"
+            )
         if self.head_bias and (self.tied_head or self.logit_scale != 1.0):
             raise UnsupportedModelError("a head that is tied or scaled cannot have a bias")
         seen: dict[Layer, Layer] = {}
@@ -334,31 +382,58 @@ class ModelSpec:
             if layer not in seen:
                 seen[layer] = _within(layer, self.context_length)
         object.__setattr__(self, "layers", tuple(seen[layer] for layer in self.layers))
+        if not self.attentions:
+            raise UnsupportedModelError("a model without any attention does not run yet")
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
     @property
+    def attentions(self) -> dict[int, Attention]:
+        """By layer, of those that keep keys and values."""
+        mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
+        return {index: part for index, part in mixers.items() if isinstance(part, Attention)}
+
+    @property
+    def states(self) -> dict[int, StateMixer]:
+        """By layer, of those that keep a state."""
+        mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
+        return {index: part for index, part in mixers.items() if isinstance(part, StateMixer)}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Of each layer that keeps keys and values."""
+        return tuple(part.window for part in self.attentions.values())
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Each that some layer has, once."""
-        found = dict.fromkeys(layer.mixer.rope for layer in self.layers)
+        found = dict.fromkeys(part.rope for part in self.attentions.values())
         return tuple(rope for rope in found if rope is not None)
 
     @property
     def num_kv_elements(self) -> int:
         """Numbers that one token leaves in the cache: keys and values of every layer."""
-        return sum(layer.mixer.num_kv_elements for layer in self.layers)
+        return sum(part.num_kv_elements for part in self.attentions.values())
+
+    @property
+    def num_state_elements(self) -> int:
+        """Numbers of a sequence's state, of all layers that keep one."""
+        return sum(part.num_elements for part in self.states.values())
+
+    def num_state_slots(self, asked: int | None) -> int:
+        """Slots for states of sequences that an executor has: as asked, or a few; 0 where no layer
+        keeps a state."""
+        if not self.states:
+            return 0
+        return _FEW_STATES if asked is None else asked
 
     # ---- of every layer, in models whose layers are alike
 
     @property
     def attention(self) -> Attention:
-        return self.layers[0].mixer
+        return next(iter(self.attentions.values()))
 
     @property
     def num_heads(self) -> int:
@@ -421,6 +496,8 @@ def _width(feed: Dense | Experts) -> int:
 def _within(layer: Layer, context_length: int) -> Layer:
     """The layer in a model of that context: what depends on it is fixed once."""
     mixer = layer.mixer
+    if isinstance(mixer, StateMixer):
+        return layer
     if mixer.rope is not None:
         mixer = replace(mixer, rope=mixer.rope.within(context_length))
     if mixer.window is not None and mixer.window >= context_length:
@@ -481,8 +558,8 @@ def layer_shapes(spec: ModelSpec, index: int) -> dict[str, Shape]:
         ("post_ffw_norm", layer.feed_forward_output_norm),
     ):
         shapes |= _norm_shapes(name, norm, (hidden,))
-    parts = [_attention_linears(layer.mixer, hidden), _feed_linears(layer.feed_forward, hidden)]
-    shapes |= _attention_vectors(layer.mixer) | _feed_vectors(layer.feed_forward, hidden)
+    parts = [_mixer_linears(layer.mixer, hidden), _feed_linears(layer.feed_forward, hidden)]
+    shapes |= _mixer_vectors(layer.mixer) | _feed_vectors(layer.feed_forward, hidden)
     if layer.has_output_scale:
         shapes["layer_output_scale.weight"] = (1,)
     inputs = spec.layer_inputs
@@ -507,6 +584,16 @@ def _norm_shapes(name: str, norm: Norm | None, shape: Shape) -> dict[str, Shape]
     return {**weight, f"{name}.bias": shape} if norm.has_bias else weight
 
 
+def _mixer_linears(part: Attention | StateMixer, hidden: int) -> dict[str, tuple[Shape, bool]]:
+    if isinstance(part, Attention):
+        return _attention_linears(part, hidden)
+    return {name: (shape, False) for name, shape in part.matrices(hidden).items()}
+
+
+def _mixer_vectors(part: Attention | StateMixer) -> dict[str, Shape]:
+    return _attention_vectors(part) if isinstance(part, Attention) else part.vectors()
+
+
 def _attention_linears(part: Attention, hidden: int) -> dict[str, tuple[Shape, bool]]:
     """Matrices, and whether they have a bias."""
     bias, latent = part.qkv_bias, part.latent
@@ -515,6 +602,8 @@ def _attention_linears(part: Attention, hidden: int) -> dict[str, tuple[Shape, b
     if latent is not None:
         return _latent_linears(part, latent, hidden) | output
     linears: dict[str, tuple[Shape, bool]] = {"attn_q": ((part.query_size, hidden), bias)}
+    if part.has_output_gate:
+        linears["attn_gate"] = ((out_size, hidden), bias)
     if part.kv_layer is None:
         linears["attn_k"] = ((part.kv_size, hidden), bias)
         if not part.has_key_values:
@@ -588,9 +677,11 @@ def _dense_linears(part: Dense, hidden: int, suffix: str) -> dict[str, tuple[Sha
 
 
 def _feed_vectors(part: Dense | Experts, hidden: int) -> dict[str, Shape]:
-    if isinstance(part, Dense):
-        return _norm_shapes("ffn_sub_norm", part.inner_norm, (part.size,))
     shapes: dict[str, Shape] = {}
+    if isinstance(part, Dense):
+        if part.activation is Activation.XIELU:
+            shapes["ffn_xielu.weight"] = (XIELU_NUMBERS,)
+        return shapes | _norm_shapes("ffn_sub_norm", part.inner_norm, (part.size,))
     if part.router.has_choice_bias:
         shapes["exp_probs_b.bias"] = (part.count,)
     if part.has_shared_gate:
@@ -606,6 +697,9 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Every tensor the spec computes with."""
     shapes: dict[str, Shape] = {"token_embd.weight": (spec.vocabulary_size, spec.hidden_size)}
     shapes |= _norm_shapes("output_norm", spec.output_norm, (spec.hidden_size,))
+    shapes |= _norm_shapes("token_embd_norm", spec.embedding_norm, (spec.hidden_size,))
+    if spec.num_positions:
+        shapes["position_embd.weight"] = (spec.num_positions, spec.hidden_size)
     if not spec.tied_head:
         shapes["output.weight"] = (spec.vocabulary_size, spec.hidden_size)
     if spec.head_bias:
@@ -653,218 +747,3 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, Shaped]) -> None:
                 f"tensor {name} {list(tensors[name].shape)} has no place in the {spec.family} "
                 "model as quire runs it; leaving it out would change the results"
             )
-
-
-# ---- what executors lower
-
-
-class Feature(StrEnum):
-    """What a model may have beyond a llama; the text completes "the model has ..."."""
-
-    LAYER_NORMS = "layer norms"
-    NORMS_AFTER_HALVES = "norms after attention or feed-forward"
-    NO_NORMS_BEFORE_HALVES = "attention or feed-forward without a norm before it"
-    DIFFERENT_EPSILONS = "norms of different epsilons"
-    PARALLEL_HALVES = "attention and feed-forward side by side"
-    PARALLEL_NORMS = "attention and feed-forward side by side with a norm each"
-    RESIDUAL_SCALE = "a scale on what a layer adds"
-    EMBEDDING_SCALE = "scaled embeddings"
-    HEAD_BIAS = "a head with a bias"
-    LOGIT_SCALE = "scaled logits"
-    LOGIT_SOFT_CAP = "a soft cap on logits"
-    LINEAR_SCALES = "linears with a scale of their own"
-    DIFFERENT_LAYERS = "layers of different sizes, biases or norms"
-    DIFFERENT_ROPES = "layers of different rope"
-    NO_ROPE = "layers without rope"
-    HEAD_NORMS = "norms of queries and keys by head"
-    OTHER_QK_NORMS = "norms of queries and keys that are not one weight vector by head before rope"
-    QK_NORMS_AFTER_ROPE = "norms of queries and keys after rope"
-    VALUE_NORMS = "norms of values"
-    SUB_NORMS = "norms before its output projections"
-    OTHER_ATTENTION_SCALE = "an attention scale that is not head_dim ** -0.5"
-    POSITION_SCALE = "queries scaled by position"
-    ATTENTION_SOFT_CAP = "a soft cap on attention scores"
-    SINKS = "attention sinks"
-    WINDOWS = "sliding windows"
-    CHUNKS = "attention within chunks"
-    OTHER_VALUE_SIZE = "values of another size than keys"
-    LATENT = "latent attention"
-    SHARED_KV = "layers that share keys and values"
-    UNGATED = "a feed-forward without a gate"
-    GELU = "the activation gelu"
-    GELU_TANH = "the activation gelu_tanh"
-    RELU2 = "the activation relu2"
-    CLAMPED_SWIGLU = "the activation clamped_swiglu"
-    EXPERTS = "a mixture of experts"
-    EXPERT_BIASES = "experts with biases"
-    SHARED_EXPERT = "an expert that every token uses"
-    SIGMOID_ROUTER = "a router with a sigmoid"
-    ROUTER_BIAS = "a router with a bias"
-    ROUTER_CHOICE = "a router that chooses with a bias of its own"
-    ROUTER_GROUPS = "a router that chooses by groups of experts"
-    WEIGHED_EXPERT_INPUT = "experts whose input is weighed"
-    EXPERTS_BESIDE_DENSE = "experts beside a dense feed-forward"
-    LAYER_INPUTS = "embeddings for each layer"
-    OUTPUT_SCALE = "a scale on what leaves a layer"
-
-
-OF_LLAMA = {Feature.WINDOWS, Feature.HEAD_NORMS}
-
-# By device, and whatever it is that a device does not lower is refused by name when a model is
-# loaded. The reference executor lowers all there is.
-LOWERED: Mapping[str, frozenset[Feature]] = {
-    "cpu": frozenset(
-        OF_LLAMA
-        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES, Feature.RELU2}
-        | {Feature.ATTENTION_SOFT_CAP, Feature.LOGIT_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
-        | {Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_EPSILONS, Feature.OTHER_VALUE_SIZE}
-        | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE}
-        | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU, Feature.UNGATED}
-        | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
-        | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS, Feature.HEAD_BIAS}
-        | {Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
-        | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
-        | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
-        | {Feature.VALUE_NORMS, Feature.POSITION_SCALE}
-        | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
-        | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
-        | {Feature.ROUTER_GROUPS, Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
-    ),
-    "cuda": frozenset(
-        OF_LLAMA
-        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # BitNet's, beside ternary matrices alone
-        | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES}
-        | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES, Feature.OTHER_QK_NORMS}
-        | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
-        | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
-        | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
-        | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.RELU2}
-        | {Feature.CLAMPED_SWIGLU, Feature.DIFFERENT_LAYERS}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT}
-        | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER, Feature.ROUTER_CHOICE}
-    ),
-    "reference": frozenset(Feature),
-}
-
-
-def unsupported(spec: ModelSpec, device: str) -> list[str]:
-    """What a device does not lower of a model: each thing once, with the first layer that has it;
-    empty where it runs the model."""
-    found: dict[Feature, str] = {}
-    for feature, where in features(spec):
-        if feature not in LOWERED[device]:
-            found.setdefault(feature, f"{feature}{where}")
-    return list(found.values())
-
-
-def check_lowered(spec: ModelSpec, device: str) -> None:
-    """Raise where a device does not lower a model: what it lacks, and which devices run it."""
-    lacking = unsupported(spec, device)
-    if lacking:
-        others = [f"device={name!r}" for name in LOWERED if not unsupported(spec, name)]
-        raise UnsupportedModelError(
-            f"the {spec.family} model has {', '.join(lacking)}, which the {device} executor does "
-            f"not run yet: use {' or '.join(others)}"
-        )
-
-
-def features(spec: ModelSpec) -> Iterator[tuple[Feature, str]]:
-    """What a model has beyond a llama, and where: " in layer N", or "" for the whole model."""
-    whole = {
-        Feature.EMBEDDING_SCALE: spec.embedding_scale != 1.0,
-        Feature.HEAD_BIAS: spec.head_bias,
-        Feature.LOGIT_SCALE: spec.logit_scale != 1.0,
-        Feature.LOGIT_SOFT_CAP: spec.logit_soft_cap != 0.0,
-        Feature.LINEAR_SCALES: spec.linear_scales,
-        Feature.LAYER_INPUTS: spec.layer_inputs is not None,
-        Feature.LAYER_NORMS: spec.output_norm.kind is not NormKind.RMS,
-    }
-    yield from ((feature, "") for feature, is_there in whole.items() if is_there)
-    seen: set[Layer] = set()
-    for index, layer in enumerate(spec.layers):
-        if layer not in seen:
-            seen.add(layer)
-            for feature, is_there in _layer_features(spec, layer).items():
-                if is_there:
-                    yield feature, f" in layer {index}"
-
-
-def _layer_features(spec: ModelSpec, layer: Layer) -> dict[Feature, bool]:
-    first = spec.layers[0]
-    norms = [norm for norm in _all_norms(layer) if norm is not None]
-    before = (layer.mixer_norm, layer.feed_forward_norm)
-    after = (layer.mixer_output_norm, layer.feed_forward_output_norm)
-    return {
-        Feature.LAYER_NORMS: any(norm.kind is not NormKind.RMS for norm in norms),
-        Feature.DIFFERENT_EPSILONS: any(norm.epsilon != spec.norm_epsilon for norm in norms),
-        Feature.NORMS_AFTER_HALVES: any(norm is not None for norm in after),
-        Feature.NO_NORMS_BEFORE_HALVES: any(norm is None for norm in before),
-        Feature.PARALLEL_HALVES: layer.is_parallel,
-        Feature.PARALLEL_NORMS: layer.is_parallel and layer.feed_forward_norm is not None,
-        Feature.RESIDUAL_SCALE: layer.residual_scale != 1.0,
-        Feature.OUTPUT_SCALE: layer.has_output_scale,
-        Feature.DIFFERENT_LAYERS: _sizes(layer) != _sizes(first),
-        **_attention_features(layer.mixer, first.mixer),
-        **_feed_features(layer.feed_forward),
-    }
-
-
-def _attention_features(part: Attention, first: Attention) -> dict[Feature, bool]:
-    norm = part.qk_norm
-    is_head_norm = norm is not None and norm == QKNorm(norm=Norm(epsilon=norm.norm.epsilon))
-    return {
-        Feature.NO_ROPE: part.rope is None,
-        Feature.DIFFERENT_ROPES: part.rope is not None and part.rope != first.rope,
-        Feature.HEAD_NORMS: is_head_norm,
-        Feature.OTHER_QK_NORMS: norm is not None and not is_head_norm,
-        Feature.QK_NORMS_AFTER_ROPE: norm is not None and norm.is_after_rope,
-        Feature.VALUE_NORMS: part.value_norm is not None,
-        Feature.SUB_NORMS: part.output_norm is not None,
-        Feature.OTHER_ATTENTION_SCALE: not part.has_usual_scale,
-        Feature.POSITION_SCALE: part.position_scale is not None,
-        Feature.ATTENTION_SOFT_CAP: part.soft_cap != 0.0,
-        Feature.SINKS: part.has_sinks,
-        Feature.WINDOWS: part.window is not None and not part.is_chunked,
-        Feature.CHUNKS: part.is_chunked,
-        Feature.OTHER_VALUE_SIZE: part.value_dim != part.head_dim and part.latent is None,
-        Feature.LATENT: part.latent is not None,
-        Feature.SHARED_KV: part.kv_layer is not None or part.has_key_values,
-    }
-
-
-def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
-    found = {Feature.EXPERTS: isinstance(part, Experts)}
-    if isinstance(part, Dense):
-        found[Feature.UNGATED] = not part.is_gated
-    else:
-        router = part.router
-        found |= {
-            Feature.EXPERT_BIASES: part.has_bias,
-            Feature.SHARED_EXPERT: part.shared is not None,
-            Feature.SIGMOID_ROUTER: router.scoring is Scoring.SIGMOID,
-            Feature.ROUTER_BIAS: router.has_bias,
-            Feature.ROUTER_CHOICE: router.has_choice_bias,
-            Feature.ROUTER_GROUPS: router.num_groups > 1,
-            Feature.WEIGHED_EXPERT_INPUT: router.weighs_input,
-            Feature.EXPERTS_BESIDE_DENSE: part.beside is not None,
-        }
-    if part.activation is not Activation.SILU:
-        found[Feature(f"the activation {part.activation}")] = True
-    return found
-
-
-def _all_norms(layer: Layer) -> tuple[Norm | None, ...]:
-    mixer, feed = layer.mixer, layer.feed_forward
-    inner = feed.inner_norm if isinstance(feed, Dense) else None
-    own = mixer.qk_norm.norm if mixer.qk_norm is not None else None
-    return (*layer.norms, mixer.output_norm, inner, own, mixer.value_norm)
-
-
-def _sizes(layer: Layer) -> tuple[object, ...]:
-    """What is the same in all layers of a model whose layers are alike."""
-    part, feed = layer.mixer, layer.feed_forward
-    is_biased = (part.qkv_bias, part.output_bias, feed.has_bias)
-    caps = (part.soft_cap, part.qk_norm is None, part.output_norm is None)
-    heads = (part.num_heads, part.num_kv_heads, part.head_dim)
-    return (type(feed), feed.size, feed.activation, *is_biased, *caps, *heads)

@@ -13,28 +13,37 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
+from quire.loader.metadata import Metadata
 from quire.loader.reading import Bytes, Region
 from quire.loader.tensor import Tensor
-from quire.model.families import ExpertLayout, Family
-from quire.model.spec import Attention, Latent, ModelSpec
+from quire.model.family import (
+    ExpertLayout,
+    Family,
+)
+from quire.model.spec import Attention, Experts, Latent, Layer, ModelSpec
+from quire.model.states import StateKind, StateMixer
 from quire.quant.formats import format_named
 
 # ---- names: ours are GGUF's, and these tables give Hugging Face's in ours
 
+_EMBEDDINGS = ("embed_in", "tok_embeddings", "wte", "word_embeddings")
 _OUTSIDE_LAYERS = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
     "norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
     "lm_head.bias": "output.bias",
-    # Phi's, GPT-NeoX's, InternLM's and EXAONE's
+    "wpe.weight": "position_embd.weight",
+    **{f"word_embeddings_layernorm.{x}": f"token_embd_norm.{x}" for x in ("weight", "bias")},
+    # Phi's, GPT-NeoX's, InternLM's, Falcon's and EXAONE's
     **{
         f"{name}.{x}": f"output_norm.{x}"
-        for name in ("final_layernorm", "final_layer_norm", "ln_f")
+        for name in ("final_layernorm", "final_layer_norm", "ln_f", "norm_f")
         for x in ("weight", "bias")
     },
-    **{f"{name}.weight": "token_embd.weight" for name in ("embed_in", "tok_embeddings", "wte")},
+    **{f"{name}.weight": "token_embd.weight" for name in _EMBEDDINGS},
     **{f"{name}.weight": "output.weight" for name in ("embed_out", "output")},
+    "embedding_norm.weight": "output_norm.weight",  # LFM2's
     "embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
     "per_layer_model_projection.weight": "per_layer_model_proj.weight",
     "per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
@@ -81,6 +90,24 @@ _IN_LAYERS = {
         for s in ("", "s")
         for name in ("gate", "up", "down")
     },
+    # Gated DeltaNet's and Mamba's
+    **{f"linear_attn.in_proj_{x}": "ssm_in" for x in ("qkv", "qkvz")},
+    "linear_attn.in_proj_z": "ssm_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "mamba.in_proj": "ssm_in",
+    **{
+        f"{module}.{theirs}": ours
+        for module in ("linear_attn", "mamba")
+        for theirs, ours in (
+            ("conv1d", "ssm_conv1d"),
+            ("norm", "ssm_norm"),
+            ("out_proj", "ssm_out"),
+        )
+    },
+    "shared_mlp.input_linear": "ffn_gate_up_shexp",
+    "shared_mlp.output_linear": "ffn_down_shexp",
     "feed_forward.router": "ffn_gate_inp",
     **{f"feed_forward.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
     **{
@@ -98,8 +125,22 @@ _WHOLE_IN_LAYERS = {
     "experts.gate_up_proj": "ffn_gate_up_exps.weight",
     "experts.down_proj": "ffn_down_exps.weight",
     "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.expert_bias": "exp_probs_b.bias",  # Ling's
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",  # K-EXAONE's
+    "mlp.expert_bias": "exp_probs_b.bias",  # Trinity's
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",  # Ernie's
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    **{
+        f"{module}.{theirs}": ours
+        for module in ("linear_attn", "mamba")
+        for theirs, ours in (
+            ("A_log", "ssm_a_log.weight"),
+            ("D", "ssm_d.weight"),
+            ("dt_bias", "ssm_dt.bias"),
+        )
+    },
+    **{f"mlp.act_fn.{name}": f"ffn_xielu.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
     **{
         f"{module}.experts.{theirs}": ours
         for module in ("mlp", "feed_forward")
@@ -125,14 +166,20 @@ _EXPERT_MATRICES = {
 
 # One expert of a stack, or the norm of one head.
 _STACKED = re.compile(r"(blk\.\d+\.(?:ffn_\w+_exps|attn_[qk]_norm))\.(\d+)\.weight", re.ASCII)
+# Numbers that files have of xielu: alphas are kept as what softplus makes them of.
+_XIELU = re.compile(r"(blk\.\d+\.ffn_xielu)\.(alpha_p|alpha_n|beta|eps)", re.ASCII)
+_XIELU_DEFAULTS = {"beta": 0.5, "eps": -1e-6}
 _IN_OUR_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([\w.]+)\.(\w+)", re.ASCII)
+_BARE_IN_GGUF = re.compile(r"blk\.[0-9]{1,4}\.ssm_[ad]", re.ASCII)  # names without a suffix
 _PREFIX = re.compile(
     r"(language_model\.)?((model|gpt_neox|transformer)\.)?((language|text)_model\.)?"
 )
-_LAYER = re.compile(r"(?:layers|h)\.(0|[1-9][0-9]{0,3})\.(.+)")
+_LAYER = re.compile(r"(?:layers|h|blocks)\.(0|[1-9][0-9]{0,3})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
 _HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.(0|[1-9][0-9]{0,4})\.weight")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight")
+_EXPERT = re.compile(
+    r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight"
+)
 
 # What predicts further tokens, where it is not a layer behind the last.
 _EXTRA = re.compile(r"mtp(_\w+)?\..+")
@@ -140,11 +187,12 @@ _EXTRA = re.compile(r"mtp(_\w+)?\..+")
 _DERIVED = re.compile(
     r"((layers|h)\.[0-9]+\.(self_attn|attention|attn\.attention)\.)?(rotary_emb|rotary)\.inv_freq"
     r"|layers\.[0-9]+\.attention\.(bias|masked_bias)"  # GPT-NeoX's mask
+    r"|h\.[0-9]+\.attn\.(attention\.)?(bias|masked_bias)"  # GPT-2's
 )
 # Of models that see or hear: quire runs their decoder.
 _NOT_OF_DECODER = re.compile(
-    r"(model\.)?((visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision"
-    r"|embed_audio|connector)\..+|image_newline)"
+    r"(model\.)?((visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector"
+    r"|embed_vision|embed_audio|connector)\..+|image_newline)"
 )
 
 
@@ -181,21 +229,33 @@ def _in_layer(family: Family, name: str) -> str | None:
     return None if part is None or ours is None else f"{ours}.{part[2]}"
 
 
+def of_decoder(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of the decoder, of a model that sees or hears."""
+    return {name: t for name, t in tensors.items() if not _NOT_OF_DECODER.fullmatch(name)}
+
+
 def named_as_ours(
-    family: Family, num_layers: int, tensors: Mapping[str, Tensor], *, has_senses: bool = False
+    family: Family, num_layers: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """A checkpoint's tensors under our names; what it has for training alone is left out."""
     found: dict[str, Tensor] = {}
     for theirs, tensor in tensors.items():
-        if has_senses and _NOT_OF_DECODER.fullmatch(theirs):
-            continue
-        name = from_hugging_face(family, theirs)
-        if name is None or (family.has_extra_layers and _layer_of(name) >= num_layers):
+        is_extra = family.has_extra_layers and _their_layer(theirs) >= num_layers
+        name = None if is_extra else from_hugging_face(family, theirs)
+        if name is None:
             continue
         if name in found:
             raise ModelFileError(f"tensor {theirs!r} appears twice, as {name}")
         found[name] = replace(tensor, name=name)
     return found
+
+
+def _their_layer(name: str) -> int:
+    """The layer that a tensor of Hugging Face is of; -1: none."""
+    prefix = _PREFIX.match(name)
+    assert prefix is not None
+    inside = _LAYER.fullmatch(name[prefix.end() :])
+    return -1 if inside is None else int(inside[1])
 
 
 def _layer_of(name: str) -> int:
@@ -209,13 +269,17 @@ def named_in_gguf(
 ) -> dict[str, Tensor]:
     """A GGUF file's tensors under the names that all families share."""
     found: dict[str, Tensor] = {}
+    has_others = family.gguf_names_if is None or f"blk.0.{family.gguf_names_if}.weight" in tensors
+    names = family.gguf_names if has_others else {}
     for theirs, tensor in tensors.items():
         if family.has_extra_layers and _layer_of(theirs) >= num_layers:
             continue
-        name = theirs
-        inside = _IN_OUR_LAYER.fullmatch(theirs)
-        if inside is not None and inside[2] in family.gguf_names:
-            name = f"blk.{inside[1]}.{family.gguf_names[inside[2]]}.{inside[3]}"
+        name = f"{theirs}.weight" if _BARE_IN_GGUF.fullmatch(theirs) else theirs
+        inside, (stem, _, suffix) = _IN_OUR_LAYER.fullmatch(theirs), theirs.rpartition(".")
+        if inside is not None and inside[2] in names:
+            name = f"blk.{inside[1]}.{names[inside[2]]}.{inside[3]}"
+        elif stem in names:
+            name = f"{names[stem]}.{suffix}"
         found[name] = tensor if name == theirs else replace(tensor, name=name)
     return found
 
@@ -345,15 +409,29 @@ def _remade(
     return Tensor(name, shape, tensor.format, Region(source, 0, source.size))
 
 
+def _transposed(tensor: Tensor) -> Tensor:
+    in_size, out_size = tensor.shape
+    stack = replace(tensor, shape=(1, in_size, out_size))
+    made = _remade(tensor.name, stack, (1, out_size, in_size), _columns_as_rows(slice(None)))
+    return replace(made, shape=(out_size, in_size))
+
+
+Floats = npt.NDArray[np.float32]
+
+
 def _with_offset(tensor: Tensor, offset: float) -> Tensor:
-    """Floats with a number added, as F32."""
+    return _computed(tensor.name, tensor, lambda x: x + np.float32(offset))
+
+
+def _computed(name: str, tensor: Tensor, function: Callable[[Floats], Floats]) -> Tensor:
+    """A function of a tensor's floats, as F32."""
     source = Slabs(
         1,
         4 * tensor.num_weights,
-        lambda _: (tensor.to_float32() + np.float32(offset)).astype("<f4").ravel().view(np.uint8),
+        lambda _: function(tensor.to_float32()).astype("<f4").ravel().view(np.uint8),
     )
     kind = format_named("F32", tensor.name)
-    return Tensor(tensor.name, tensor.shape, kind, Region(source, 0, source.size))
+    return Tensor(name, tensor.shape, kind, Region(source, 0, source.size))
 
 
 def _check_divisible(tensor: Tensor) -> None:
@@ -373,12 +451,17 @@ def arranged(
     """The tensors as the spec names them: fused ones divided, experts stacked."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
+    of_xielu: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        stacked = _STACKED.fullmatch(name)
-        if stacked is not None:
+        stacked, number = _STACKED.fullmatch(name), _XIELU.fullmatch(name)
+        if number is not None:
+            of_xielu.setdefault(f"{number[1]}.weight", {})[number[2]] = tensor
+        elif stacked is not None:
             stacks.setdefault(f"{stacked[1]}.weight", {})[int(stacked[2])] = tensor
         elif 0 <= _layer_of(name) < spec.num_layers:
             _check_has_rows(tensor)
+            if family.transposes_matrices and not is_gguf and len(tensor.shape) == 2:
+                tensor = _transposed(tensor)
             for part in _parts(family, spec, tensor, is_gguf):
                 found[part.name] = part
         else:
@@ -387,12 +470,46 @@ def arranged(
         if sorted(experts) != list(range(len(experts))):
             raise ModelFileError(f"{name}: the experts are not numbered from 0 on")
         found[name] = _stack(name, [experts[index] for index in range(len(experts))])
+    found |= {name: _xielu_numbers(name, parts) for name, parts in of_xielu.items()}
     if family.has_bare_norms:
         found |= _ones(spec)
     if family.norm_offset and not is_gguf:
         for name, tensor in found.items():
-            if name.endswith("_norm.weight"):
+            if name.endswith("_norm.weight") and not name.endswith("ssm_norm.weight"):
                 found[name] = _with_offset(tensor, family.norm_offset)
+    return found
+
+
+def _xielu_numbers(name: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """As executors take them: softplus of alpha_p, beta plus softplus of alpha_n, beta, epsilon."""
+    numbers = dict(_XIELU_DEFAULTS)
+    for part, tensor in parts.items():
+        if tensor.num_weights != 1:
+            raise ModelFileError(
+                f"tensor {tensor.name} has shape {list(tensor.shape)}, expected one number"
+            )
+        numbers[part] = float(tensor.to_float32().ravel()[0])
+    for part in ("alpha_p", "alpha_n"):
+        if part not in numbers:
+            raise ModelFileError(f"tensor {name.replace('weight', part)} is missing")
+    beta = numbers["beta"]
+    positive, other = (np.logaddexp(0.0, numbers[part]) for part in ("alpha_p", "alpha_n"))
+    made = np.array([positive, beta + other, beta, numbers["eps"]], "<f4")
+    return Tensor(name, made.shape, format_named("F32", name), made.view(np.uint8))
+
+
+def xielu_in_gguf(metadata: Metadata, num_layers: int) -> dict[str, Tensor]:
+    """What GGUF files keep in metadata: a number for each layer, or one for all."""
+    found: dict[str, Tensor] = {}
+    for part in ("alpha_p", "alpha_n", "beta", "eps"):
+        key = f"xielu.{part}"
+        is_listed = isinstance(metadata.get(key), np.ndarray)
+        numbers = metadata.numbers(key) if is_listed else (metadata.number(key),) * num_layers
+        if len(numbers) != num_layers:
+            raise ModelFileError(f"{key} has {len(numbers)} numbers for {num_layers} layers")
+        for layer, number in enumerate(numbers):
+            name, data = f"blk.{layer}.ffn_xielu.{part}", np.array([number], "<f4")
+            found[name] = Tensor(name, (1,), format_named("F32", name), data.view(np.uint8))
     return found
 
 
@@ -417,11 +534,18 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
     assert inside is not None
     index, stem, suffix = inside.groups()
     prefix, layer = f"blk.{index}.", spec.layers[int(index)]
+    state = layer.mixer if isinstance(layer.mixer, StateMixer) else None
+    part = layer.mixer if isinstance(layer.mixer, Attention) else None
     match stem:
-        case "attn_qkv" if family.grouped_qkv and not is_gguf:
-            yield from _divided_groups(tensor, prefix, suffix, layer.mixer)
-        case "attn_qkv":
-            yield from _divided_qkv(tensor, prefix, suffix, layer.mixer)
+        case _ if state is not None and stem in _OF_STATES:
+            yield from _state_parts(tensor, prefix, stem, suffix, state)
+        case "attn_qkv" if part is not None and family.grouped_qkv and not is_gguf:
+            yield from _divided_groups(tensor, prefix, suffix, part)
+        case "attn_qkv" if part is not None:
+            yield from _divided_qkv(tensor, prefix, suffix, part)
+        case "attn_q" if part is not None and _has_gate_within(tensor, part):
+            sizes = {"attn_q": part.head_dim, "attn_gate": part.value_dim}
+            yield from _divided_in_turns(tensor, prefix, suffix, part.num_heads, sizes)
         case "ffn_gate_up":
             half = tensor.shape[0] // 2
             yield _rows(f"{prefix}ffn_gate.{suffix}", tensor, 0, half)
@@ -431,14 +555,21 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
             yield from _divided_experts(layout, tensor, prefix, suffix)
         case "ffn_down_exps" if not is_gguf and _is_transposed(family, spec, tensor, suffix):
             yield from _transposed_down(tensor)
-        case "attn_kv_b" if layer.mixer.latent is not None:
-            yield from _divided_kv_b(tensor, prefix, layer.mixer, layer.mixer.latent)
-        case "attn_k" | "attn_v" | "attn_k_norm" if layer.mixer.kv_layer is not None:
+        case "ffn_gate_up_shexp" | "ffn_down_shexp":
+            yield from _shared_parts(tensor, layer, prefix, stem, suffix)
+        case "attn_kv_b" if part is not None and part.latent is not None:
+            yield from _divided_kv_b(tensor, prefix, part, part.latent)
+        case "attn_k" | "attn_v" | "attn_k_norm" if part is not None and part.kv_layer is not None:
             return  # files keep what layers that share keys and values do not use
         case "ffn_gate_inp_shexp" | "exp_probs_b" if tensor.shape[0] == 1 and len(tensor.shape) > 1:
             yield replace(tensor, shape=tensor.shape[1:])  # a matrix of one row
         case _:
             yield tensor
+
+
+def _has_gate_within(tensor: Tensor, part: Attention) -> bool:
+    """Whether a query's matrix has the rows of the output's gate too, as Qwen's do."""
+    return part.has_output_gate and tensor.shape[0] != part.query_size
 
 
 def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> Iterator[Tensor]:
@@ -457,26 +588,95 @@ def _divided_qkv(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> I
 
 def _divided_groups(tensor: Tensor, prefix: str, suffix: str, part: Attention) -> Iterator[Tensor]:
     """Of each key head in turn: the queries that use it, its key and its value."""
-    shared, groups, size = part.num_heads // part.num_kv_heads, part.num_kv_heads, part.head_dim
-    if tensor.shape[0] != groups * (shared + 2) * size:
+    shared, size = part.num_heads // part.num_kv_heads, part.head_dim
+    sizes = {"attn_q": shared * size, "attn_k": size, "attn_v": size}
+    yield from _divided_in_turns(tensor, prefix, suffix, part.num_kv_heads, sizes)
+
+
+def _divided_in_turns(
+    tensor: Tensor, prefix: str, suffix: str, count: int, sizes: Mapping[str, int]
+) -> Iterator[Tensor]:
+    """Tensors whose rows take turns, `count` times: so many of each."""
+    whole = sum(sizes.values())
+    if tensor.shape[0] != count * whole:
         raise ModelFileError(
-            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected "
-            f"{groups * (shared + 2) * size} rows: queries, keys and values"
+            f"tensor {tensor.name} has shape {list(tensor.shape)}, expected {count * whole} rows: "
+            f"{', '.join(sizes)}"
         )
     _check_divisible(tensor)
-    head_bytes = tensor.nbytes // tensor.shape[0] * size
-    ends = {"q": (0, shared), "k": (shared, shared + 1), "v": (shared + 1, shared + 2)}
-    for name, (start, stop) in ends.items():
+    row_bytes = tensor.nbytes // tensor.shape[0]
+    start = 0
+    for name, size in sizes.items():
         pieces = [
-            (
-                tensor,
-                (group * (shared + 2) + start) * head_bytes,
-                (group * (shared + 2) + stop) * head_bytes,
-            )
-            for group in range(groups)
+            (tensor, (turn * whole + start) * row_bytes, (turn * whole + start + size) * row_bytes)
+            for turn in range(count)
         ]
-        shape = (groups * (stop - start) * size, *tensor.shape[1:])
-        yield _joined(f"{prefix}attn_{name}.{suffix}", shape, pieces)
+        yield _joined(f"{prefix}{name}.{suffix}", (count * size, *tensor.shape[1:]), pieces)
+        start += size
+
+
+_OF_STATES = frozenset(
+    {
+        *("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_conv1d", "ssm_norm"),
+        *("ssm_a", "ssm_a_log", "ssm_d"),
+    }
+)
+
+
+def _state_parts(
+    tensor: Tensor, prefix: str, stem: str, suffix: str, part: StateMixer
+) -> Iterator[Tensor]:
+    each = part.num_heads // part.num_groups  # heads of a group
+    values = each * part.value_dim
+    match stem:
+        case "attn_qkv":
+            yield replace(tensor, name=f"{prefix}ssm_in.{suffix}")
+        case "attn_gate":
+            yield replace(tensor, name=f"{prefix}ssm_gate.{suffix}")
+        case "ssm_ba" if not part.is_tiled:
+            sizes = {"ssm_beta": each, "ssm_alpha": each}
+            yield from _divided_in_turns(tensor, prefix, suffix, part.num_groups, sizes)
+        case "ssm_in" if part.kind is StateKind.MAMBA:
+            sizes = {
+                "ssm_gate": part.output_size,
+                "ssm_in": part.num_channels,
+                "ssm_alpha": part.num_heads,
+            }
+            yield from _divided_in_turns(tensor, prefix, suffix, 1, sizes)
+        case "ssm_in" if part.kind is StateKind.DELTA_NET and _is_by_group(tensor, part):
+            sizes = {"query": part.key_dim, "key": part.key_dim, "value": values, "gate": values}
+            divided = _divided_in_turns(tensor, prefix, suffix, part.num_groups, sizes)
+            *channels, gate = divided
+            pieces = [(piece, 0, piece.nbytes) for piece in channels]
+            shape = (part.num_channels, *tensor.shape[1:])
+            yield _joined(f"{prefix}ssm_in.{suffix}", shape, pieces)
+            yield replace(gate, name=f"{prefix}ssm_gate.{suffix}")
+        case "ssm_conv1d" if len(tensor.shape) == 3 and tensor.shape[1] == 1:
+            yield replace(tensor, shape=(tensor.shape[0], tensor.shape[2]))
+        case "ssm_a_log":
+            yield _computed(f"{prefix}ssm_a.weight", tensor, lambda x: -np.exp(x))
+        case "ssm_a" | "ssm_d" | "ssm_norm":
+            yield replace(tensor, shape=(math.prod(tensor.shape),))  # files may have two dimensions
+        case _:
+            yield tensor
+
+
+def _is_by_group(tensor: Tensor, part: StateMixer) -> bool:
+    """Whether queries, keys, values and gates of each group follow each other."""
+    return tensor.shape[0] != part.num_channels and not part.is_tiled
+
+
+def _shared_parts(
+    tensor: Tensor, layer: Layer, prefix: str, stem: str, suffix: str
+) -> Iterator[Tensor]:
+    """Granite's shared feed-forward, which is a layer's only one where there are no experts."""
+    own = "_shexp" if isinstance(layer.feed_forward, Experts) else ""
+    if stem == "ffn_down_shexp":
+        yield replace(tensor, name=f"{prefix}ffn_down{own}.{suffix}")
+        return
+    half = tensor.shape[0] // 2
+    yield _rows(f"{prefix}ffn_gate{own}.{suffix}", tensor, 0, half)
+    yield _rows(f"{prefix}ffn_up{own}.{suffix}", tensor, half, 2 * half)
 
 
 def _layout(family: Family, tensor: Tensor, hidden_size: int, axis: int) -> ExpertLayout:

@@ -17,7 +17,7 @@ from quire.core.errors import UnsupportedModelError
 from quire.quant import grids
 from quire.quant.unpacking import Blocks as Blocks  # for those who use formats
 from quire.quant.unpacking import Floats as Floats
-from quire.quant.unpacking import grouped, half, planes, repeated
+from quire.quant.unpacking import grouped, half, planes, repeated, single
 
 # The sixteen values of the IQ4 formats: finer near zero, where most weights are.
 IQ4_VALUES = np.array(
@@ -247,6 +247,26 @@ ENCODERS: Mapping[str, Callable[[Floats], Blocks]] = {
 }
 
 
+# ---- what checkpoints of Hugging Face quantise and GGUF has no blocks for: scales are float32
+
+
+def decode_u4_128(blocks: Blocks) -> Floats:
+    codes = planes(blocks[:, 8:], bits=4, run=16).astype(np.float32)
+    return single(blocks, 0) * (codes - single(blocks, 4))
+
+
+def decode_i8_128(blocks: Blocks) -> Floats:
+    return single(blocks, 0) * blocks[:, 4:].view(np.int8).astype(np.float32)
+
+
+def decode_e4m3_128(blocks: Blocks) -> Floats:
+    """A float of a byte has a sign, four bits of exponent and three of fraction: the upper bits of
+    a half that is a 256th of it. The two codes of NaN do not occur: readers refuse them."""
+    codes = blocks[:, 4:].astype(np.uint16)
+    halves = ((codes & 0x80) << 8 | (codes & 0x7F) << 7).view(np.float16)
+    return single(blocks, 0) * (halves.astype(np.float32) * np.float32(256))
+
+
 # ---- the table
 
 
@@ -255,7 +275,7 @@ class Format:
     """How `block_size` weights are packed into `block_bytes` bytes."""
 
     name: str
-    ggml_type: int  # the number GGUF files give it
+    ggml_type: int  # the number GGUF files give it; -1: they have none
     block_size: int  # weights
     block_bytes: int
     decode: Callable[
@@ -273,6 +293,11 @@ class Format:
     def is_float(self) -> bool:
         """Whether weights stand alone, unquantised."""
         return self.block_size == 1
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether these are numbers whose meaning other tensors give: no weights as they stand."""
+        return self.name in RAW_FORMATS
 
 
 FORMATS = (
@@ -302,13 +327,28 @@ FORMATS = (
     Format("TQ1_0", 34, 256, 54, decode_tq1_0),
     Format("TQ2_0", 35, 256, 66, decode_tq2_0),
     Format("I2_S", 36, 128, 32, decode_i2_s, tail_bytes=32),
+    Format("U4_128", -1, 128, 72, decode_u4_128),
+    Format("I8_128", -1, 128, 132, decode_i8_128),
+    Format("E4M3_128", -1, 128, 132, decode_e4m3_128),
 )
 
-# Bytes whose meaning another tensor gives: no weights as they stand.
-RAW = Format("U8", -1, 1, 1, lambda blocks: blocks.astype(np.float32))
+
+def _as_numbers(kind: str) -> Callable[[Blocks], Floats]:
+    return lambda blocks: blocks.view(kind).astype(np.float32)
+
+
+# Types of safetensors that weights are packed into, or are told of by.
+RAW_FORMATS = {
+    "U8": Format("U8", -1, 1, 1, _as_numbers("u1")),
+    "I8": Format("I8", -1, 1, 1, _as_numbers("i1")),
+    "I32": Format("I32", -1, 1, 4, _as_numbers("<i4")),
+    "I64": Format("I64", -1, 1, 8, _as_numbers("<i8")),
+    "F8_E4M3": Format("F8_E4M3", -1, 1, 1, _as_numbers("u1")),
+}
+RAW = RAW_FORMATS["U8"]
 
 _BY_NAME = {known.name: known for known in FORMATS}
-_BY_GGML_TYPE = {known.ggml_type: known for known in FORMATS}
+_BY_GGML_TYPE = {known.ggml_type: known for known in FORMATS if known.ggml_type >= 0}
 
 # Types that sound files may hold and we do not run, so that errors can call them by name.
 _OTHER_NAMES = {
@@ -339,7 +379,7 @@ def format_of_ggml_type(ggml_type: int, tensor: str) -> Format:
 
 
 def _unsupported(tensor: str, described: str) -> UnsupportedModelError:
-    supported = ", ".join(_BY_NAME)
+    supported = ", ".join(known.name for known in _BY_GGML_TYPE.values())
     return UnsupportedModelError(
         f"tensor {tensor!r} has type {described}, which quire does not run; supported: "
         f"{supported}. Convert the model to one of these"

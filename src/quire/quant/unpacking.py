@@ -28,6 +28,11 @@ def half(blocks: Blocks, at: int) -> Floats:
     return blocks[:, at : at + 2].view("<f2").astype(np.float32)
 
 
+def single(blocks: Blocks, at: int) -> Floats:
+    """The float32 at a byte offset of each block: [blocks, 1]."""
+    return blocks[:, at : at + 4].view("<f4").astype(np.float32)
+
+
 def grouped(scale: Floats, codes: npt.NDArray[np.generic]) -> Floats:
     """Scale [blocks, groups] times codes [blocks, weights], each group having its own scale."""
     blocks, groups = scale.shape

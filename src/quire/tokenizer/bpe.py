@@ -137,6 +137,11 @@ class PreTokenizer:
         return self.fast or self.patterns
 
 
+_SCRIPTS_WITHOUT_SPACES = (
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
+    "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff"
+    "\uac00-\ud7af\u1100-\u11ff]+"
+)
 _LLAMA_3 = PreTokenizer((LLAMA_3,), ignore_merges=True, add_bos=True)
 _LLAMA_3_MERGED = PreTokenizer((LLAMA_3,))
 _SMOLLM = PreTokenizer((r"\p{N}", GPT_2))
@@ -236,6 +241,16 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
             r"\p{N}+",
             r"(?<=\A|\D|\A\d|\D\d|\A\d\d|\D\d\d)(?=(?:\d{3})++(?!\d))",
             r"\d{3}(?=\d)",
+        ),
+        in_windows=False,
+    ),
+    "afmoe": PreTokenizer(  # Trinity's: digits in threes from the right
+        (
+            r"\p{N}+",
+            r"\A\p{N}{1,2}(?=(?:\p{N}{3})+\z)",
+            r"\p{N}{3}",
+            _SCRIPTS_WITHOUT_SPACES,
+            DEEPSEEK_3,
         ),
         in_windows=False,
     ),

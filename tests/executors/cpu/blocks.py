@@ -36,7 +36,13 @@ SCALES: dict[str, tuple[int, ...]] = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-BLOCK_FORMATS = tuple(SCALES)
+# quire's own, of quantised checkpoints: weights and bytes of a block, where its float32s stand.
+OWN: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "U4_128": (128, 72, (0, 4)),
+    "I8_128": (128, 132, (0,)),
+    "E4M3_128": (128, 132, (0,)),
+}
+BLOCK_FORMATS = (*SCALES, *OWN)
 FORMATS = (*FLOATS, *BLOCK_FORMATS)
 # Activations that share a scale, with the sums of their codes: 32 of them, or 256.
 GROUP = np.dtype(
@@ -71,7 +77,9 @@ class Matrix:
 
     @property
     def exact(self) -> Floats:
-        """The weights as the gguf package decodes them."""
+        """The weights as the gguf package decodes them; quire's own as they are defined."""
+        if self.format in OWN:
+            return exact_own(self.format, self.blocks).reshape(self.num_rows, self.in_size)
         kind = gguf.GGMLQuantizationType[self.format]
         if self.format == "F16":
             return self.blocks.view(np.float16).astype(np.float32)
@@ -84,13 +92,46 @@ class Matrix:
         )
 
 
+def exact_own(name: str, raw: Bytes) -> Floats:
+    """Weights of quire's own formats, computed one by one."""
+    blocks = raw.reshape(-1, OWN[name][1])
+    floats = [blocks[:, at : at + 4].copy().view("<f4") for at in OWN[name][2]]
+    codes = blocks[:, 4 * len(floats) :]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if name == "U4_128":  # each 16 bytes: 16 weights in low nibbles, then 16 in high ones
+            runs = codes.reshape(-1, 4, 1, 16)
+            nibbles = np.concatenate([runs & 15, runs >> 4], axis=2).reshape(-1, 128)
+            found = floats[0] * (nibbles.astype(np.float32) - floats[1])
+        elif name == "I8_128":
+            found = floats[0] * codes.view(np.int8).astype(np.float32)
+        else:
+            found = floats[0] * e4m3_values()[codes]
+    return np.asarray(found, np.float32)
+
+
+def e4m3_values() -> Floats:
+    """Of each byte: a sign, four bits of exponent, three of fraction; here none is a NaN."""
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, (codes & 7) / 8
+    sizes = np.where(exponent, 2.0 ** (exponent - 7.0) * (1 + fraction), 2.0**-6 * fraction)
+    return np.where(codes & 128, -sizes, sizes).astype(np.float32)
+
+
 def smallest_size(name: str) -> int:
     """An inner size near SmolLM2's 576 that this format's blocks fill."""
-    return 512 if block_size(name) == 256 else 576
+    return {256: 512, 128: 640}.get(block_size(name), 576)
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """Weights and bytes of a block."""
+    if name in OWN:
+        return OWN[name][:2]
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    return int(size), int(num_bytes)
 
 
 def block_size(name: str) -> int:
-    return int(gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][0])
+    return sizes(name)[0]
 
 
 def random_matrix(name: str, num_rows: int, in_size: int, seed: int = 0) -> Matrix:
@@ -100,7 +141,7 @@ def random_matrix(name: str, num_rows: int, in_size: int, seed: int = 0) -> Matr
         weights = generator.standard_normal((num_rows, in_size)).astype(np.float32)
         blocks = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
         return Matrix(name, num_rows, in_size, np.ascontiguousarray(blocks).view(np.uint8))
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    size, num_bytes = sizes(name)
     shape = (num_rows, in_size // size, num_bytes)
     blocks = generator.integers(0, 256, shape).astype(np.uint8)
     if name == "TQ2_0":  # of its four codes the last means nothing
@@ -112,7 +153,7 @@ def random_matrix(name: str, num_rows: int, in_size: int, seed: int = 0) -> Matr
 
 def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
     """Every code, and every scale beside the halves, made of one byte; the halves are 1."""
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    size, num_bytes = sizes(name)
     blocks = np.full((num_rows, in_size // size, num_bytes), byte, np.uint8)
     put_scales(name, blocks, np.ones(blocks.shape[:2]))
     return Matrix(name, num_rows, in_size, blocks.reshape(num_rows, -1))
@@ -120,13 +161,17 @@ def extreme_matrix(name: str, num_rows: int, in_size: int, byte: int) -> Matrix:
 
 def hostile_matrix(name: str, num_rows: int, in_size: int) -> Matrix:
     """Any bytes at all: scales may be infinite, no numbers, or subnormal."""
-    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    size, num_bytes = sizes(name)
     generator = np.random.default_rng(num_rows)
     blocks = generator.integers(0, 256, (num_rows, in_size // size * num_bytes), np.uint8)
     return Matrix(name, num_rows, in_size, blocks)
 
 
 def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
+    if name in OWN:
+        for offset in OWN[name][2]:
+            blocks[..., offset : offset + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
+        return
     if name == "MXFP4":
         blocks[..., 0] = 128 + np.rint(np.log2(scales))
     if name == "IQ1_M":  # a nibble of the half each above the scales of four words

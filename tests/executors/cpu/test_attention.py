@@ -27,6 +27,7 @@ class Shape:
     value_dim: int = 0  # 0: as head_dim
     is_chunked: bool = False
     has_sinks: bool = False
+    has_slopes: bool = False
     has_values_in_keys: bool = False
 
     @property
@@ -50,6 +51,8 @@ class Sequence:
         if shape.has_values_in_keys:
             self.values = self.keys[..., : shape.out_dim]
         self.sinks = random.standard_normal(shape.num_heads) if shape.has_sinks else None
+        slopes = np.exp2(-np.arange(1.0, shape.num_heads + 1))
+        self.slopes = slopes if shape.has_slopes else np.zeros(0)
         q = (shape.context, shape.num_heads, shape.head_dim)
         self.queries = (random.standard_normal(q) * 2).astype(np.float32)
         num_blocks = -(-shape.context // BLOCK_SIZE)
@@ -72,6 +75,7 @@ class Sequence:
             sinks=[] if self.sinks is None else self.sinks.tolist(),
             has_values_in_keys=shape.has_values_in_keys,
             is_int8=shape.is_int8,
+            slopes=self.slopes.tolist(),
         )
         for position in range(shape.context if stored is None else stored):
             self.store(cache, position)
@@ -106,6 +110,9 @@ class Sequence:
         scores = np.einsum("hgd,thd->hgt", query, keys) * shape.scale
         if shape.soft_cap:
             scores = shape.soft_cap * np.tanh(scores / shape.soft_cap)
+        if shape.has_slopes:
+            distances = np.arange(start - position, 1)
+            scores = scores + self.slopes.reshape(-1, group, 1) * distances
         top = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - top)
         total = weights.sum(axis=-1, keepdims=True)
@@ -154,6 +161,9 @@ SHAPES = {
     "chunks": Shape(window=50, is_chunked=True),
     "long chunks": Shape(window=130, is_chunked=True, is_int8=True),
     "sinks": Shape(has_sinks=True),
+    "slopes": Shape(has_slopes=True),
+    "slopes of bytes": Shape(has_slopes=True, is_int8=True, context=300),
+    "slopes, sinks and a window": Shape(has_slopes=True, has_sinks=True, window=20, context=150),
     "sinks and a window": Shape(has_sinks=True, window=20, is_int8=True, context=150),
     "sinks of 130 heads": Shape(num_heads=260, num_kv_heads=2, head_dim=4, has_sinks=True),
     "short values": Shape(head_dim=48, value_dim=32, context=150),

@@ -41,7 +41,7 @@ def routers(draw: st.DrawFn) -> tuple[Experts, int]:
     per_group = draw(st.integers(1, 9))
     num_used_groups = draw(st.integers(1, num_groups))
     router = Router(
-        scoring=draw(st.sampled_from(Scoring)),
+        scoring=draw(st.sampled_from([Scoring.SOFTMAX, Scoring.SIGMOID])),
         normalises=draw(st.booleans()),
         scale=draw(st.sampled_from([1.0, 2.5])),
         has_choice_bias=draw(st.booleans()),
@@ -66,7 +66,7 @@ def native_choice(
         choice_bias=NO_NUMBERS if choice_bias is None else choice_bias,
         factors=factors,
         num_used=part.num_used,
-        is_sigmoid=router.scoring is Scoring.SIGMOID,
+        scoring=router.scoring,
         normalises=router.normalises,
         scale=router.scale,
         num_groups=router.num_groups,
@@ -91,8 +91,24 @@ def test_the_router_chooses_as_the_reference_does(case: tuple[Experts, int]) -> 
     np.testing.assert_allclose(weights, shares, rtol=1e-6)
 
 
-def test_scores_that_are_no_numbers_choose_experts_that_exist() -> None:
-    part = Experts(count=4, num_used=2, size=1, activation=Activation.SILU, router=Router())
+@given(scores=st.lists(st.integers(-130, 130), min_size=2, max_size=9), scale=st.integers(1, 2))
+@settings(max_examples=300, deadline=None)
+def test_the_sparse_mixer_chooses_as_the_reference_does(scores: list[int], scale: int) -> None:
+    """Scores of a few hundredths: many are near the best."""
+    router = Router(scoring=Scoring.SPARSE_MIXER, scale=scale)
+    activation = Activation.SILU
+    part = Experts(count=len(scores), num_used=2, size=1, activation=activation, router=router)
+    logits = np.array(scores, np.float32) / np.float32(101.0)
+    chosen, shares = route(part, logits)
+    found, weights = native_choice(part, logits, None)
+    assert found == chosen.tolist()
+    np.testing.assert_allclose(weights, shares, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scoring", Scoring)
+def test_scores_that_are_no_numbers_choose_experts_that_exist(scoring: Scoring) -> None:
+    router = Router(scoring=scoring)
+    part = Experts(count=4, num_used=2, size=1, activation=Activation.SILU, router=router)
     for value in (np.nan, np.inf, -np.inf):
         for scores in (np.full(4, value, np.float32), np.array([0, value, 1, 2], np.float32)):
             chosen, _ = native_choice(part, scores, None)
@@ -290,7 +306,7 @@ def test_a_row_that_is_not_finite_fails_alone() -> None:
 SOUND: dict[str, Any] = {
     "count": 4,
     "num_used": 2,
-    "is_sigmoid": False,
+    "scoring": "softmax",
     "normalises": False,
     "scale": 1.0,
     "num_groups": 2,

@@ -23,7 +23,8 @@ from quire.llm import devices
 from quire.llm.devices import CpuDevice, Options
 from quire.model.loading import Model
 from quire.model.rope import Rope
-from quire.model.spec import MAX_SIZES, Activation
+from quire.model.spec import MAX_SIZES, Activation, ModelSpec
+from quire.model.states import StateKind, StateMixer
 
 UNITS: list[str] = native.units()
 TOKENS = tuple((7 * n) % 20 for n in range(40))
@@ -101,6 +102,48 @@ def test_every_unit_computes_the_reference_s_logits_with_the_same_bits(
     changes: dict[str, Any],
 ) -> None:
     model = random_model(small_spec(**changes))
+    exact = reference_logits(model)
+    ways = [(unit, 1 + index % 2, 40 - 13 * (index % 3)) for index, unit in enumerate(UNITS)]
+    found = [cpu_logits(model, *way) for way in ways]
+    assert nmse(found[0], exact) <= HALVES_COST
+    assert all(other.tobytes() == found[0].tobytes() for other in found)
+
+
+def with_state(hidden_size: int = 16, **sizes: Any) -> ModelSpec:
+    """Attention, then what keeps a state."""
+    spec = small_spec(hidden_size=hidden_size)
+    mixer = StateMixer(**{"kernel": 4, "norm_epsilon": 1e-5, **sizes})
+    return replace(spec, layers=(spec.layers[0], replace(spec.layers[0], mixer=mixer)))
+
+
+DELTA_NET, MAMBA = {"kind": StateKind.DELTA_NET}, {"kind": StateKind.MAMBA}
+CONVOLUTION = {"kind": StateKind.CONVOLUTION}
+STATES: dict[str, dict[str, Any]] = {
+    "a matrix of one number": {**DELTA_NET, "key_dim": 1, "value_dim": 1, "kernel": 2},
+    "a kernel of 64": {**MAMBA, "key_dim": 3, "value_dim": 5, "kernel": 64},
+    "values of 17": {**DELTA_NET, "num_heads": 3, "key_dim": 33, "value_dim": 17},
+    "values of 65": {**MAMBA, "num_heads": 2, "num_groups": 2, "key_dim": 17, "value_dim": 65},
+    "a key of 16384": {**MAMBA, "key_dim": 16384, "value_dim": 1},
+    "a value of 16384": {**DELTA_NET, "key_dim": 1, "value_dim": 16384},
+    "1024 heads of a group": {**DELTA_NET, "num_heads": 1024, "key_dim": 2, "value_dim": 2},
+    "1024 groups": {**MAMBA, "num_heads": 1024, "num_groups": 1024, "key_dim": 1, "value_dim": 1},
+    "heads that take turns": {
+        **DELTA_NET,
+        "num_heads": 6,
+        "num_groups": 3,
+        "key_dim": 4,
+        "value_dim": 7,
+        "is_tiled": True,
+    },
+    "a convolution of 1": {**CONVOLUTION, "value_dim": 1, "kernel": 2},
+    "a convolution of 513": {**CONVOLUTION, "value_dim": 513, "has_convolution_bias": True},
+    "a convolution over 64 tokens": {**CONVOLUTION, "value_dim": 33, "kernel": 64},
+}
+
+
+@pytest.mark.parametrize("sizes", STATES.values(), ids=STATES.keys())
+def test_every_unit_computes_states_as_the_reference_does(sizes: dict[str, Any]) -> None:
+    model = random_model(with_state(**sizes))
     exact = reference_logits(model)
     ways = [(unit, 1 + index % 2, 40 - 13 * (index % 3)) for index, unit in enumerate(UNITS)]
     found = [cpu_logits(model, *way) for way in ways]
@@ -234,6 +277,101 @@ def test_a_layer_reads_no_keys_of_one_that_has_none() -> None:
         decoder.add_layer(**{**SOUND_LAYER, "kv_layer": owner})
     with pytest.raises(ValueError, match="must have its own"):
         decoder.add_layer(**{**SOUND_LAYER, "kv_layer": 1})
+
+
+SOUND_STATE: dict[str, Any] = {
+    "kind": StateKind.DELTA_NET,
+    "kernel": 3,
+    "num_heads": 4,
+    "num_groups": 2,
+    "key_dim": 2,
+    "value_dim": 4,
+    "is_tiled": False,
+    "taps": 0,
+    "a": 1,
+    "dt": 1,
+}
+STATE_SIZES = ("kernel", "num_heads", "num_groups", "key_dim", "value_dim")
+STATE_VECTORS = ("taps", "bias", "a", "dt", "d")
+
+
+def with_vectors() -> Any:
+    """A decoder with what SOUND_STATE is made of."""
+    decoder = native.make_decoder(**SOUND)
+    for size, value in ((72, 1.0), (4, -1.0), (4, 1e-9), (4, np.nan), (4, np.inf), (3, -1.0)):
+        decoder.add_vector(np.full(size, value, np.float32))
+    return decoder
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({name: value} for name in STATE_SIZES for value in (*EDGES, 1 << 24)),
+        *({name: value} for name in STATE_VECTORS for value in (5, 6, 2**31 - 1)),
+        *({name: -1} for name in ("taps", "a", "dt")),
+        *({"a": vector} for vector in (2, 3, 4)),  # it may not grow
+        {"taps": 1},
+        {"kernel": 1},
+        {"kernel": 65},
+        {"num_groups": 3},
+        {"num_heads": 16384, "key_dim": 16384, "value_dim": 16384},
+        {"kind": StateKind.CONVOLUTION},  # which has no heads
+        {"kind": StateKind.CONVOLUTION, "num_heads": 1, "num_groups": 1, "value_dim": 24},
+        {"kind": "attention"},
+    ],
+    ids=str,
+)
+def test_a_native_state_is_checked_once_more(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"must|divide|kind|word|got"):
+        with_vectors().add_state(**{**SOUND_STATE, **changes})
+
+
+def test_a_sound_native_state_is_taken() -> None:
+    decoder = with_vectors()
+    assert decoder.add_state(**SOUND_STATE) == 0
+    # Two tokens of 24 channels; of each head a matrix of 2 x 4, in whole vectors.
+    assert decoder.state_bytes == 4 * (2 * 24 + 4 * 2 * 16)
+    for count in (0, -1, 2**62):
+        with pytest.raises(ValueError, match=r"must"):
+            decoder.allocate_states(count)
+    decoder.allocate_states(2)
+    with pytest.raises(ValueError, match="must be added before"):
+        decoder.add_state(**SOUND_STATE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("convolve", {}),
+        ("convolve", {"state": 2}),
+        ("convolve", {"state": 0}),  # it is made of more than was projected
+        ("recur", {"state": 1}),  # a convolution alone
+        ("recur", {"state": 2**31 - 1}),
+        ("gate_output", {"has_sigmoid": True}),  # there is no gate
+    ],
+    ids=str,
+)
+def test_stages_of_states_that_do_not_fit_what_was_given_are_refused(
+    kind: str, options: dict[str, Any]
+) -> None:
+    decoder = with_vectors()
+    decoder.add_state(**SOUND_STATE)
+    alone = {"kind": StateKind.CONVOLUTION, "num_heads": 1, "num_groups": 1, "key_dim": 0}
+    decoder.add_state(**{**SOUND_STATE, **alone, "value_dim": 24})
+    projection = [decoder.add_matrix("F32", np.zeros(72 * 16 * 4, np.uint8), 72, 16)]
+    decoder.add_stage("norm_and_quantise", matrices=projection)
+    decoder.add_stage("project", matrices=projection)
+    decoder.add_stage("convolve", state=1)
+    with pytest.raises(ValueError, match=r"must|no heads"):
+        decoder.add_stage(kind, **options)
+    with pytest.raises(ValueError, match="carried on once"):
+        decoder.add_stage("convolve", state=1)
+    gate = [decoder.add_matrix("F32", np.zeros(24 * 16 * 4, np.uint8), 24, 16)]
+    decoder.add_stage("norm_and_quantise", matrices=gate)
+    decoder.add_stage("project", output="gated", matrices=gate)
+    for norm_size in (0, -1, 5, 48):
+        with pytest.raises(ValueError, match=r"must"):
+            decoder.add_stage("gate_output", norm=native.Norm(1e-5, 1), norm_size=norm_size)
 
 
 @pytest.mark.parametrize("dims", [*EDGES, 7, 16386])

@@ -207,7 +207,7 @@ def test_long_rows_and_many_columns_give_the_same_bits_in_every_unit(
             assert found.tobytes() == expected[:count].tobytes(), (unit, count)
 
 
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [name for name in BLOCK_FORMATS if name != "E4M3_128"])
 @pytest.mark.parametrize("size", [256, 2304])
 def test_residuals_are_multiplied_too_with_the_same_bits_in_every_unit(
     name: str, size: int

@@ -22,9 +22,9 @@ from quire.executors.base import BLOCK_SIZE
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
 from quire.executors.worker import CancelFlag, RowResults
+from quire.model.features import unsupported
 from quire.model.kv_layout import KVLayout, grouped, kv_bytes_in_block, one_group
 from quire.model.loading import Model, load_model
-from quire.model.spec import unsupported
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0, logprobs=1, ignore_eos=True)
 SHARED = tuple(5 + 3 * n % 40 for n in range(33))
@@ -83,7 +83,7 @@ def windowed_models(folder: Path) -> Iterator[tuple[str, Model]]:
         layers = list(model.spec.layers)
         for index in range(1, len(layers)):
             layers[index] = replace(
-                layers[index], mixer=replace(layers[index].mixer, window=5 * index)
+                layers[index], mixer=replace(layers[index].attention, window=5 * index)
             )
         yield "tiny", replace(model, spec=replace(model.spec, layers=tuple(layers)))
     for case in CASES:

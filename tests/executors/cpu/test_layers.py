@@ -15,21 +15,20 @@ from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec
 from tests.model.flat_spec import with_attention
-from tests.model.test_features import NORM, SPECS
+from tests.model.test_features import DELTA_NET, MAMBA, NORM, SPECS
 
 from quire.core.plan import Want
 from quire.executors.cpu import lowering
 from quire.executors.cpu.executor import CpuExecutor
-from quire.executors.cpu.lowering import Threads, weight_bytes, workspace_bytes
+from quire.executors.cpu.lowering import Threads, state_bytes, weight_bytes, workspace_bytes
 from quire.executors.reference import ReferenceExecutor
+from quire.model.features import LOWERED, Feature, unsupported
 from quire.model.kv_layout import kv_bytes_per_token
 from quire.model.loading import Model, load_model
 from quire.model.rope import Rope
 from quire.model.spec import (
-    LOWERED,
     Activation,
     Dense,
-    Feature,
     Latent,
     LayerInputs,
     ModelSpec,
@@ -38,8 +37,8 @@ from quire.model.spec import (
     NormSpan,
     PositionScale,
     QKNorm,
-    unsupported,
 )
+from quire.model.states import StateKind
 
 Floats = npt.NDArray[np.float32]
 
@@ -101,7 +100,7 @@ def latent(**changes: object) -> ModelSpec:
 def shared_keys(**changes: object) -> ModelSpec:
     """The last two layers read the keys and values of the second."""
     first = LLAMA.layers[0]
-    mixer = replace(first.mixer, **changes)  # type: ignore[arg-type]
+    mixer = replace(first.attention, **changes)  # type: ignore[arg-type]
     own = replace(first, mixer=mixer)
     reader = replace(own, mixer=replace(mixer, kv_layer=1))
     return replace(LLAMA, layers=(own, own, reader, reader))
@@ -114,6 +113,13 @@ def heads(size: int) -> ModelSpec:
 def layer_inputs(**changes: object) -> ModelSpec:
     inputs = LayerInputs(size=32, activation=Activation.GELU_TANH, norm=NORM)
     return replace(changed(LLAMA, **changes), layer_inputs=inputs)
+
+
+def with_state(**changes: object) -> ModelSpec:
+    """Attention, then what keeps a state, then attention."""
+    first = LLAMA.layers[0]
+    state = replace(first, mixer=replace(DELTA_NET, **changes))  # type: ignore[arg-type]
+    return replace(LLAMA, layers=(first, state, first))
 
 
 EACH_HEAD = QKNorm(norm=LAYER_NORM, span=NormSpan.EACH_HEAD)
@@ -164,6 +170,14 @@ WITH = {
     "shared keys and a window": shared_keys(window=7, has_key_values=True),
     "sinks, window, cap": with_attention(LLAMA, has_sinks=True, window=9, soft_cap=4.0),
     "chunks of 16": with_attention(LLAMA, window=16, is_chunked=True),
+    "states alone at the end": replace(
+        LLAMA,
+        layers=(LLAMA.layers[0], *(replace(LLAMA.layers[0], mixer=x) for x in (DELTA_NET, MAMBA))),
+    ),
+    "a DeltaNet of many heads a group": with_state(num_heads=6, num_groups=2, value_dim=80),
+    "a DeltaNet whose heads take turns": with_state(num_heads=6, num_groups=3, is_tiled=True),
+    "a DeltaNet of heads of 128": with_state(key_dim=128, value_dim=128, kernel=2),
+    "a Mamba of one group": with_state(kind=StateKind.MAMBA, num_groups=1, key_dim=16),
     "layers' inputs and scales": layer_inputs(has_output_scale=True, mixer_output_norm=NORM),
     **{f"heads of {size}": heads(size) for size in (80, 96, 112, 120, 256, 512)},
 }
@@ -274,9 +288,11 @@ def test_memory_of_a_family_is_the_estimate(case: str, folder: Path) -> None:
             executor = CpuExecutor(model, num_blocks=5, threads=count, kv_int8=is_int8)
             run(executor, row(tokens, TABLE, want=Want.NOTHING))
             held, positions = executor.memory_bytes, executor._num_positions
+            num_states = executor.capacity.num_states
             executor.close()
             assert held["weights"] == weight_bytes(model.tensors)
-            assert held["kv"] == 5 * 16 * kv_bytes_per_token(model.spec, is_int8)
+            keys_and_values = 5 * 16 * kv_bytes_per_token(model.spec, is_int8)
+            assert held["kv"] == keys_and_values + num_states * state_bytes(model.spec)
         # The decoder makes room for 64 rows whose logits may be wanted.
         expected = workspace_bytes(model.spec, model.tensors, 64, positions)
         assert held["workspace"] == pytest.approx(expected, rel=0.2)

@@ -19,8 +19,8 @@ from quire.executors.base import Executor
 from quire.executors.cpu.executor import CpuExecutor
 from quire.executors.cpu.lowering import Threads
 from quire.executors.reference import ReferenceExecutor
+from quire.model.features import LOWERED, Feature
 from quire.model.loading import Model, load_model
-from quire.model.spec import LOWERED, Feature
 
 FAMILIES = sorted(folder.name for folder in (FIXTURES / "families").iterdir())
 # Some token's best experts are so near each other that keys and values in half precision change
@@ -98,7 +98,7 @@ def test_what_is_not_lowered_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lowered = {**LOWERED, "cpu": LOWERED["cpu"] - {Feature.EXPERTS}}
-    monkeypatch.setattr("quire.model.spec.LOWERED", lowered)
+    monkeypatch.setattr("quire.model.features.LOWERED", lowered)
     with (
         load_model(write_drawn("mixtral", tmp_path)) as model,
         pytest.raises(UnsupportedModelError, match="has a mixture of experts in layer 0"),

@@ -8,13 +8,14 @@ import pytest
 from tests.executors.cpu.blocks import BLOCK, GROUP
 
 from quire.executors.cpu.native import native
-from quire.executors.reference import apply_rope, layer_norm, quantised_by_token, rms_norm
+from quire.executors.reference import apply_rope, layer_norm, quantised_by_token, rms_norm, xielu
 from quire.model.spec import Activation
 
 Floats = npt.NDArray[np.float32]
 
 UNITS = native.units()
 SIZES = [1, 15, 16, 17, 64, 100, 576, 1536]
+GATES = [kind for kind in Activation if kind is not Activation.XIELU]
 
 
 def normal(*shape: int, seed: int = 0) -> Floats:
@@ -198,7 +199,7 @@ def test_small_activations_keep_to_the_smallest_scale_of_training(
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("kind", GATES)
 def test_gates_are_the_references_and_the_same_in_every_unit(size: int, kind: Activation) -> None:
     gate, up = normal(size) * 5, normal(size, seed=1) * 4
     results = [np.empty_like(gate) for _ in UNITS]
@@ -224,7 +225,7 @@ def exact_gate(kind: Activation, gate: Floats, up: Floats) -> npt.NDArray[np.flo
 
 
 @pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("kind", Activation)
+@pytest.mark.parametrize("kind", GATES)
 def test_gates_keep_nan_and_survive_large_numbers(unit: str, kind: Activation) -> None:
     gate = np.array([np.nan, 200, -200, 1e4, -1e4], np.float32)
     out = np.empty_like(gate)
@@ -235,6 +236,34 @@ def test_gates_keep_nan_and_survive_large_numbers(unit: str, kind: Activation) -
         expected = large * large if squared else 14.0 if clamped else large
         assert out[index] == pytest.approx(expected, rel=1e-4)
     assert abs(out[2]) < 1e-30 and abs(out[4]) < 1e-30
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("epsilon", [-1e-6, -0.7, 0.4])
+def test_xielu_is_the_references_and_the_same_in_every_unit(size: int, epsilon: float) -> None:
+    x = normal(size) * 5
+    x[: size // 4] /= 1000
+    x[:1] = 0
+    numbers = np.array([0.8, 1.3, 0.5, epsilon], np.float32)
+    results = [np.empty_like(x) for _ in UNITS]
+    for unit, out in zip(UNITS, results, strict=True):
+        native.xielu(unit, x, numbers, out)
+    expected = xielu(x.astype(np.float64), numbers.astype(np.float64))
+    np.testing.assert_allclose(results[0], expected, rtol=1e-6, atol=2e-7)
+    assert same_bits(results)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_xielu_keeps_nan_and_survives_large_numbers(unit: str) -> None:
+    x = np.array([np.nan, 1e4, -1e4, -200], np.float32)
+    out = np.empty_like(x)
+    native.xielu(unit, x, np.array([0.8, 1.3, 0.5, -1e-6], np.float32), out)
+    assert np.isnan(out[0])
+    assert out[1:].tolist() == pytest.approx([8e7 + 5e3, 8e3 - 1.3, 160 - 1.3])
+    with pytest.raises(ValueError, match="xielu has four numbers"):
+        native.xielu(unit, x, x[:3], out)
+    with pytest.raises(ValueError, match="xielu has numbers and no gate"):
+        native.gate(unit, "xielu", x, x, out)
 
 
 def test_a_gate_that_does_not_exist_is_refused_by_name() -> None:

@@ -39,9 +39,9 @@ from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import KVPrecision, ReferenceExecutor
 from quire.llm.assembly import assemble
 from quire.llm.devices import Options
+from quire.model.features import unsupported
 from quire.model.kv_layout import grouped, one_group
 from quire.model.loading import load_model
-from quire.model.spec import unsupported
 from quire_bench.measure import Load, run_load
 
 BLOCK_FORMATS = (

@@ -19,8 +19,13 @@ from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.cuda.executor import check_fits
 from quire.executors.reference import ReferenceExecutor
+from quire.model.features import unsupported
 from quire.model.loading import Model, load_model
-from quire.model.spec import Activation, ModelSpec, PositionScale, unsupported
+from quire.model.spec import (
+    Activation,
+    ModelSpec,
+    PositionScale,
+)
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 ON_CUDA = {  # of the drawn families
@@ -31,10 +36,11 @@ ON_CUDA = {  # of the drawn families
     *("stablelm", "ernie4_5", "glm", "olmo", "arcee", "nemotron"),
     *("qwen2moe", "glm4moe", "dots1", "solar_open", "ernie4_5-moe", "minimax-m2"),
     *("stablelm-parallel", "gptneox-after", "internlm2", "internlm3", "exaone", "minicpm"),
-    "granite-shared",
+    *("granite-shared", "granitemoe-shared", "deepseek", "bailingmoe", "exaone-moe"),
+    *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
 }
 # Tokens before one whose experts change with what is rounded.
-NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9}
+NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}
 PROMPT = (3, 1, 4, 1, 5, 9)
 
 

@@ -97,7 +97,9 @@ def test_gates_open_what_stands_beside_them(interleaved: bool) -> None:
     assert relative(out.float() * GATED_DIVISOR, wanted) < 1e-3
 
 
-@pytest.mark.parametrize("activation", Activation)
+@pytest.mark.parametrize(
+    "activation", [kind for kind in Activation if kind is not Activation.XIELU]
+)
 def test_every_activation_is_the_references(activation: Activation) -> None:
     gates, values = (torch.linspace(-12, 12, 512).roll(shift) for shift in (0, 100))
     out = torch.zeros((1, 512), dtype=torch.float16)

@@ -70,17 +70,24 @@ def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None
 
 
 @pytest.mark.parametrize(
-    "format_name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "BF16"]
+    ("format_name", "columns"),
+    [
+        *((name, 160) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")),
+        *(("BF16", 160), ("U4_128", 128), ("I8_128", 128)),
+    ],
 )
-def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(format_name: str) -> None:
-    raw, exact = made(format_name, 8, 160)
-    found = decoded(reorder(format_name, raw, 8, 160))
+def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(
+    format_name: str, columns: int
+) -> None:
+    raw, exact = made(format_name, 8, columns)
+    found = decoded(reorder(format_name, raw, 8, columns))
     assert found.shape == (8, 256)
-    assert not found[:, 160:].any()
-    assert (found[:, :160] - exact).norm() / exact.norm() < 6e-4
+    assert not found[:, columns:].any()
+    assert (found[:, :columns] - exact).norm() / exact.norm() < 6e-4
 
 
 EXPANDED = {"Q3_K": 114 / 110, "IQ3_S": 112 / 110, "TQ1_0": 66 / 54}  # words of 32 bits
+EXPANDED |= {"U4_128": 176 / 144, "I8_128": 272 / 264}  # as Q5_0 and Q8_0
 
 
 @pytest.mark.parametrize("format_name", PLANE_FORMATS)
@@ -103,6 +110,16 @@ def test_mxfp4_is_decoded_without_rounding() -> None:
     assert torch.equal(found[:, :192], torch.from_numpy(exact[:, :192]).to(torch.float64))
     raw[-1, 0] = 127 - 31
     assert not decoded(reorder("MXFP4", torch.from_numpy(raw.reshape(-1)), 1, 256))[:, 224:].any()
+
+
+@pytest.mark.parametrize("format_name", ["U4_128", "I8_128"])
+def test_scales_of_more_bits_than_a_float16_are_refused(format_name: str) -> None:
+    raw, _ = made(format_name, 4, 384)
+    blocks = raw.view(12, -1)
+    reorder(format_name, raw, 4, 384)
+    blocks[5, :4] = torch.tensor([1 / 3]).view(torch.uint8)
+    with pytest.raises(UnsupportedModelError, match="scales of more bits than a float16"):
+        reorder(format_name, raw, 4, 384)
 
 
 def test_operand_order_and_back_is_where_it_began() -> None:

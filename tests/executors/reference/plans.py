@@ -4,11 +4,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.core.plan import BlockCopy, Sampling, SequencePlan, SequenceResult, StepPlan, Want
+from quire.core.plan import (
+    NO_STATE,
+    BlockCopy,
+    Sampling,
+    SequencePlan,
+    SequenceResult,
+    StepPlan,
+    Want,
+)
 from quire.core.sampling import SamplingParams
 from quire.executors.base import Executor
 from quire.executors.reference import KVPrecision, ReferenceExecutor
@@ -38,8 +47,24 @@ def run(
     step_id: int = 0,
     copies: Sequence[BlockCopy] = (),
 ) -> tuple[SequenceResult, ...]:
+    if executor.capacity.num_states:
+        rows = tuple(with_states(executor, plan) for plan in rows)
     ticket = executor.submit(StepPlan(step_id, rows, tuple(copies)))
     return executor.collect(ticket, timeout_s=60).sequences
+
+
+_last_states: WeakKeyDictionary[Executor, dict[int, int]] = WeakKeyDictionary()
+
+
+def with_states(executor: Executor, plan: SequencePlan) -> SequencePlan:
+    """The row with slots of its sequence's state, which has two and uses them in turns."""
+    if plan.states:
+        return plan
+    last = _last_states.setdefault(executor, {})
+    pair = 2 * plan.sequence_id
+    source = last[plan.sequence_id] if plan.start else NO_STATE
+    target = last[plan.sequence_id] = pair + 1 if source == pair else pair
+    return plan._replace(states=(source, target))
 
 
 def logits(executor: Executor, plan: SequencePlan) -> npt.NDArray[np.float32]:

@@ -36,7 +36,7 @@ def prompt(executor: ReferenceExecutor, salt: int = 0) -> tuple[int, ...]:
 
 
 def fill_blocks(executor: ReferenceExecutor, value: float) -> None:
-    for array in (*executor._blocks.keys, *executor._blocks.values):
+    for array in (*executor._blocks.keys.values(), *executor._blocks.values.values()):
         array[:] = value
 
 

@@ -93,6 +93,16 @@ def test_a_choice_bias_moves_the_choice_and_not_the_weights() -> None:
     assert chosen.tolist() == [0] and shares.tolist() == [1.0]  # sigmoid(0), twice
 
 
+def test_a_sparse_mixer_weighs_experts_among_those_near_them() -> None:
+    router = Router(scoring=Scoring.SPARSE_MIXER)
+    chosen, shares = route(experts(4, 2, router), floats(2.0, 1.97, -3.0, 1.94))
+    assert chosen.tolist() == [0, 1]
+    near = 1 / (1 + math.exp(-0.03))  # of two; the third is too far from the first alone
+    assert shares.tolist() == pytest.approx([near, near])
+    _, shares = route(experts(3, 2, router), floats(-1.0, 0.5, -3.0))
+    assert shares.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize(("num_best", "expected"), [(1, [0]), (2, [2])])
 def test_groups_are_as_good_as_their_best(num_best: int, expected: list[int]) -> None:
     router = Router(

@@ -48,13 +48,20 @@ class CpuExecutor(ThreadedExecutor):
         max_batch_size: int = 256,
         max_step_tokens: int = 512,
         layout: KVLayout | None = None,
+        num_states: int | None = None,
         has_feed_forwards: bool = True,
         clock: Clock | None = None,
     ) -> None:
         self._spec = model.spec
         layout = layout or one_group(model.spec)
+        num_states = model.spec.num_state_slots(num_states)
         capacity = model_capacity(
-            model.spec, num_blocks, max_batch_size, max_step_tokens, windows=layout.windows
+            model.spec,
+            num_blocks,
+            max_batch_size,
+            max_step_tokens,
+            windows=layout.windows,
+            num_states=num_states,
         )
         self._max_context = capacity.max_context
         self._decoder = lower(
@@ -67,6 +74,8 @@ class CpuExecutor(ThreadedExecutor):
             has_feed_forwards=has_feed_forwards,
         )
         self._decoder.allocate_cache(num_blocks, kv_int8, prefault_bytes)
+        if num_states:
+            self._decoder.allocate_states(num_states)
         self._running: CancelFlag | None = None  # of the step that computes
         self._running_lock = threading.Lock()
         self._num_positions = 0

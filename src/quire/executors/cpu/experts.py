@@ -7,7 +7,7 @@ import numpy as np
 
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
-from quire.model.spec import Experts, ModelSpec, Scoring
+from quire.model.spec import Experts, ModelSpec
 
 _NO_VECTOR = -1
 _PACKED_AT_ONCE = 64 << 20  # bytes of the file that are read before they are packed
@@ -42,7 +42,7 @@ class ExpertLowering:
             down=self.down,
             count=part.count,
             num_used=part.num_used,
-            is_sigmoid=router.scoring is Scoring.SIGMOID,
+            scoring=router.scoring,
             normalises=router.normalises,
             scale=router.scale,
             num_groups=router.num_groups,

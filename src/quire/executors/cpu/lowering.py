@@ -17,8 +17,10 @@ from quire.executors.cpu.experts import (
 )
 from quire.executors.cpu.native import native
 from quire.loader.tensor import Tensor
+from quire.model.features import check_lowered
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.spec import (
+    Activation,
     Attention,
     Dense,
     Experts,
@@ -28,11 +30,12 @@ from quire.model.spec import (
     Norm,
     NormKind,
     NormSpan,
-    check_lowered,
     takes_bytes_by_token,
 )
+from quire.model.states import StateKind, StateMixer
 
 _NO_VECTOR = -1
+_NO_MATRIX = -1
 _NO_ROPE = -1
 _OWN_CACHE = -1
 # The projections that are multiplied twice: with the quantised activations, and with the quantised
@@ -41,6 +44,7 @@ _OWN_CACHE = -1
 RESIDUAL_PASS = ("attn_v", "attn_kv_a_mqa")
 
 _FLOAT_BYTES = 4
+_LANES = 16  # of a vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,7 @@ class _Lowering:
         self._num_threads = threads.count
         self._per_token_scale = per_token_scale
         self._vectors: dict[str, int] = {}  # parallel halves share a norm
+        self._layers: dict[int, int] = {}  # of those that attend: their numbers in the decoder
         self.decoder = native.make_decoder(
             hidden_size=spec.hidden_size,
             vocabulary_size=spec.vocabulary_size,
@@ -125,16 +130,25 @@ class _Lowering:
 
     def add_mixer(self, index: int, group: int, slot: int) -> None:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
-        self._add_shape(prefix, layer.mixer, group, slot)
-        if layer.mixer.latent is None:
-            output = self._add_attention(index, prefix, layer)
+        if isinstance(layer.mixer, StateMixer):
+            output = self._add_state(prefix, layer, layer.mixer)
         else:
-            output = self._add_latent_attention(index, prefix, layer, layer.mixer.latent)
+            output = self._add_attention_layer(index, prefix, layer, group, slot)
         # Parallel halves take the same state: the first is kept apart until the second is added.
         is_apart = layer.is_parallel or layer.mixer_output_norm is not None
         self._add_product(output, layer.residual_scale, is_apart)
         if is_apart and not layer.is_parallel:
             self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
+
+    def _add_attention_layer(
+        self, index: int, prefix: str, layer: Layer, group: int, slot: int
+    ) -> int:
+        """Everything up to the output projection; its matrix."""
+        part = layer.attention
+        number = self._layers[index] = self._add_shape(prefix, part, group, slot)
+        if part.latent is None:
+            return self._add_attention(number, prefix, layer)
+        return self._add_latent_attention(number, prefix, layer, part.latent)
 
     def add_feed_forward(self, index: int) -> None:
         """And what comes after both halves."""
@@ -169,11 +183,11 @@ class _Lowering:
             scale = self._tensors[f"{prefix}layer_output_scale.weight"].to_float32()[0]
             stage("scale_hidden", scale=float(scale))
 
-    def _add_shape(self, prefix: str, part: Attention, group: int, slot: int) -> None:
+    def _add_shape(self, prefix: str, part: Attention, group: int, slot: int) -> int:
         latent = part.latent
         # Rounded twice, in single precision: the kernels' own convention, on which bits depend.
         usual_scale = np.float32(1.0) / np.sqrt(np.float32(part.head_dim))
-        self.decoder.add_layer(
+        return self.decoder.add_layer(
             num_heads=part.num_heads,
             num_kv_heads=part.num_kv_heads if latent is None else 1,
             head_dim=part.head_dim if latent is None else latent.kv_rank + latent.rope_dims,
@@ -184,7 +198,8 @@ class _Lowering:
             scale=float(usual_scale) if part.has_usual_scale else part.scale,
             soft_cap=part.soft_cap,
             sinks=self._vector(f"{prefix}attn_sinks.weight") if part.has_sinks else _NO_VECTOR,
-            kv_layer=_OWN_CACHE if part.kv_layer is None else part.kv_layer,
+            slopes=part.alibi_slopes if part.alibi else (),
+            kv_layer=_OWN_CACHE if part.kv_layer is None else self._layers[part.kv_layer],
             has_key_values=part.has_key_values,
             has_values_in_keys=latent is not None,
             group=group,
@@ -192,13 +207,15 @@ class _Lowering:
         )
 
     def _add_attention(self, index: int, prefix: str, layer: Layer) -> int:
-        """Everything up to the output projection; its matrix."""
-        stage, part = self.decoder.add_stage, layer.mixer
+        stage, part = self.decoder.add_stage, layer.attention
         names = "q" if part.kv_layer is not None else "qk" if part.has_key_values else "qkv"
         qkv = self._matrices([f"{prefix}attn_{name}" for name in names])
+        gate = self._matrices([f"{prefix}attn_gate"]) if part.has_output_gate else []
         before = self._norm(f"{prefix}attn_norm", layer.mixer_norm)
-        stage("norm_and_quantise", norm=before, matrices=qkv)
+        stage("norm_and_quantise", norm=before, matrices=[*qkv, *gate])
         stage("project", matrices=qkv)
+        if gate:
+            stage("project", output="gated", matrices=gate)
         qk_norm = part.qk_norm
         norm = None if qk_norm is None else qk_norm.norm
         stage(
@@ -212,15 +229,17 @@ class _Lowering:
             position_scale=_position_scale(part),
         )
         stage("attend", layer=index)
+        if gate:
+            stage("gate_output", has_sigmoid=True)
         output = self._matrices([f"{prefix}attn_output"])
         output_norm = self._norm(f"{prefix}attn_sub_norm", part.output_norm)
         stage("norm_and_quantise", input="attention_output", norm=output_norm, matrices=output)
         return output[0]
 
     def _add_latent_attention(self, index: int, prefix: str, layer: Layer, latent: Latent) -> int:
-        """Everything up to the output projection; its matrix. The key's matrix of each head is
-        applied to the query, the value's to what attention leaves."""
-        stage, part = self.decoder.add_stage, layer.mixer
+        """The key's matrix of each head is applied to the query, the value's to what attention
+        leaves."""
+        stage, part = self.decoder.add_stage, layer.attention
         self._add_latent_queries(prefix, layer, latent)
         keys, values = self._heads(f"{prefix}attn_k_b"), self._heads(f"{prefix}attn_v_b")
         stage("norm_and_quantise", input="gated", matrices=keys, is_by_head=True)
@@ -239,6 +258,52 @@ class _Lowering:
         output = self._matrices([f"{prefix}attn_output"])
         stage("norm_and_quantise", input="gated", matrices=output)
         return output[0]
+
+    def _add_state(self, prefix: str, layer: Layer, part: StateMixer) -> int:
+        """Everything up to the output projection; its matrix."""
+        stage = self.decoder.add_stage
+        vector = {name: self._state_vector(f"{prefix}{name}") for name in part.vectors()}
+        taps = self._tensors[f"{prefix}ssm_conv1d.weight"].to_float32().T
+        state = self.decoder.add_state(
+            kind=part.kind,
+            kernel=part.kernel,
+            num_heads=part.num_heads,
+            num_groups=part.num_groups,
+            key_dim=part.key_dim,
+            value_dim=part.value_dim,
+            is_tiled=part.is_tiled,
+            taps=self.decoder.add_vector(np.ascontiguousarray(taps).ravel()),
+            bias=vector.get("ssm_conv1d.bias", _NO_VECTOR),
+            a=vector.get("ssm_a.weight", _NO_VECTOR),
+            dt=vector.get("ssm_dt.bias", _NO_VECTOR),
+            d=vector.get("ssm_d.weight", _NO_VECTOR),
+        )
+        names = [name for name in part.matrices(1) if name not in ("ssm_gate", "ssm_out")]
+        inputs = self._matrices([f"{prefix}{name}" for name in names])
+        has_heads = part.kind is not StateKind.CONVOLUTION
+        gate = self._matrices([f"{prefix}ssm_gate"]) if has_heads else []
+        before = self._norm(f"{prefix}attn_norm", layer.mixer_norm)
+        stage("norm_and_quantise", norm=before, matrices=[*inputs, *gate])
+        stage("project", matrices=inputs)
+        if has_heads:
+            stage("project", output="gated", matrices=gate)
+        stage("convolve", state=state)
+        if has_heads:
+            stage("recur", state=state)
+            is_delta_net = part.kind is StateKind.DELTA_NET
+            each = part.value_dim if is_delta_net else part.output_size // part.num_groups
+            stage(
+                "gate_output",
+                norm=native.Norm(part.norm_epsilon, vector["ssm_norm.weight"]),
+                norm_size=each,
+                norms_before_gate=is_delta_net,
+            )
+        output = self._matrices([f"{prefix}ssm_out"])
+        stage("norm_and_quantise", input="attention_output", matrices=output)
+        return output[0]
+
+    def _state_vector(self, name: str) -> int:
+        return _NO_VECTOR if name.endswith("ssm_conv1d.weight") else self._vector(name)
 
     def _add_latent_queries(self, prefix: str, layer: Layer, latent: Latent) -> None:
         """The heads of queries as `gated`; what the cache keeps is at the end of `latent`."""
@@ -302,7 +367,14 @@ class _Lowering:
         stage = self.decoder.add_stage
         down = self._matrices([f"{prefix}ffn_down{suffix}"])
         written_as = self._gated_format(part, down[0])
-        stage("gate_and_up", matrices=gate_and_up, gate=part.activation, quantised=written_as)
+        is_xielu = part.activation is Activation.XIELU
+        stage(
+            "gate_and_up",
+            matrices=gate_and_up,
+            gate=part.activation,
+            gate_numbers=self._vector(f"{prefix}ffn_xielu.weight") if is_xielu else _NO_VECTOR,
+            quantised=written_as,
+        )
         if written_as == "floats":
             inner = self._norm(f"{prefix}ffn_sub_norm", part.inner_norm)
             stage("norm_and_quantise", input="gated", norm=inner, matrices=down)
@@ -369,12 +441,17 @@ class _Lowering:
         # A scale is of products alone: rows that are looked up are without it.
         scale = self._spec.logit_scale
         embedding = self._matrix("token_embd", False, scale if tied else 1.0)
+        positions = _NO_MATRIX
+        if self._spec.num_positions:
+            positions = self._matrix("position_embd", False)
         output_norm = self._norm("output_norm", self._spec.output_norm)
         assert output_norm is not None
         self.decoder.set_embedding_and_head(
             embedding=embedding,
             output_norm=output_norm,
             head=embedding if tied else self._matrix("output", False, scale),
+            positions=positions,
+            embedding_norm=self._norm("token_embd_norm", self._spec.embedding_norm),
         )
 
     def _matrices(self, names: list[str]) -> list[int]:
@@ -450,6 +527,19 @@ def weight_bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(_packed_bytes(name, tensor, tensors) for name, tensor in tensors.items())
 
 
+def state_bytes(spec: ModelSpec) -> int:
+    """A sequence's state as the kernels keep it, to the byte: values in whole vectors."""
+    return _FLOAT_BYTES * sum(
+        _in_vectors(part.num_convolved)
+        + part.num_heads * part.key_dim * _in_vectors(part.value_dim)
+        for part in spec.states.values()
+    )
+
+
+def _in_vectors(size: int) -> int:
+    return -(-size // _LANES) * _LANES
+
+
 def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> int:
     router = router_bytes(name, tensor, tensors)
     if router is not None:
@@ -464,7 +554,9 @@ def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> i
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:
     """Norms may have weights of their own for each head, biases those of each expert."""
-    return len(tensor.shape) > 1 and not name.endswith(("_norm.weight", ".bias"))
+    return len(tensor.shape) > 1 and not name.endswith(
+        ("_norm.weight", ".bias", "ssm_conv1d.weight")
+    )
 
 
 def workspace_bytes(
@@ -475,8 +567,9 @@ def workspace_bytes(
     num_threads: int = 1,
 ) -> int:
     """About what steps of so many rows, one of which samples, work in; rope tables included."""
-    mixers = {layer.mixer for layer in spec.layers}
-    parts = [_row_sizes(part) for part in mixers]
+    mixers = {*spec.attentions.values()}
+    every = {layer.mixer for layer in spec.layers}
+    parts = [_row_sizes(part) for part in every]
     projected, attended, latent = (max(sizes[i] for sizes in parts) for i in range(3))
     widest = max(spec.hidden_size, spec.ffn_size, attended, latent)
     branch = spec.hidden_size if _has_branch(spec) else 0
@@ -503,12 +596,18 @@ def _has_branch(spec: ModelSpec) -> bool:
     return is_normed or is_parallel or is_routed or spec.layer_inputs is not None
 
 
-def _row_sizes(part: Attention) -> tuple[int, int, int]:
-    """Of a row: queries, keys and values; what attention leaves; what latent attention takes."""
+def _row_sizes(part: Attention | StateMixer) -> tuple[int, int, int]:
+    """Of a row: queries, keys and values; what attention leaves; what latent attention or a gate on
+    what is left takes."""
+    if isinstance(part, StateMixer):
+        inputs = sum(rows for name, (rows, _) in part.matrices(1).items() if name != "ssm_out")
+        return inputs, part.output_size, part.output_size
     latent = part.latent
     if latent is None:
         values = part.num_kv_heads * part.value_dim
-        return part.query_size + part.kv_size + values, part.num_heads * part.value_dim, 0
+        out_size = part.num_heads * part.value_dim
+        gate = out_size if part.has_output_gate else 0
+        return part.query_size + part.kv_size + values, out_size, gate
     cached = latent.kv_rank + latent.rope_dims
     made_of = max(part.query_size, cached + (latent.query_rank or 0))
     return part.num_heads * cached, part.num_heads * latent.kv_rank, made_of

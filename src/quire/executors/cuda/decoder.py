@@ -336,14 +336,14 @@ class Decoder:
     def _lowered(self) -> tuple[LoweredLayer, ...]:
         """Layers that have a rope share its tables."""
         spec, only = self._spec, self._limits.only_feed_forwards
-        mixers = {layer.mixer for layer in spec.layers}
+        mixers = {layer.attention for layer in spec.layers}
         ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
         scales = {x: None if only else self._query_scales(x) for x in mixers}
         lowered = []
         for index, (layer, weights) in enumerate(
             zip(spec.layers, self._weights.layers, strict=True)
         ):
-            part = layer.mixer
+            part = layer.attention
             attention = LayerAttention(part.scale, part.window, part.soft_cap, weights.sinks)
             lowered.append(
                 LoweredLayer(

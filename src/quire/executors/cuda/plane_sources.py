@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from quire.core.errors import UnsupportedModelError
 from quire.quant import grids
 
 Array = Any  # a torch.Tensor; the type checker does not see torch
@@ -30,6 +31,10 @@ class Pieces:
 
 def half(blocks: Array, at: int) -> Array:
     return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def single(blocks: Array, at: int) -> Array:
+    return blocks[..., at : at + 4].contiguous().view(torch.float32).squeeze(-1)
 
 
 def _half_bits(x: Array) -> Array:
@@ -147,7 +152,10 @@ def _nibbles(packed: Array, run: int) -> Array:
 
 def _group_scales(blocks: Array, exponent: int) -> Array:
     """Scales of 32 weights each, two (the halves of the block) a lane: [blocks, rows, 4]."""
-    scales = half(blocks, 0).float() * 2.0 ** (CODE_SHIFT - exponent)  # [rows, blocks, 8]
+    return _scale_words(half(blocks, 0).float() * 2.0 ** (CODE_SHIFT - exponent))
+
+
+def _scale_words(scales: Array) -> Array:  # [rows, blocks, 8]
     bits = _half_bits(scales).view(*scales.shape[:2], 2, 4)
     return (bits[..., 0, :] | bits[..., 1, :] << 16).transpose(0, 1)
 
@@ -284,6 +292,33 @@ def _reorder_q5_1(blocks: Array, exponent: int, pieces: Pieces) -> None:
     pieces.codes.append(_in_words(_nibbles(blocks[..., 8:], 16).flatten(-2), 4))
     pieces.high.append(_high_words(_bits(blocks[..., 4:8]).flatten(-2), 1))
     pieces.scales.append(_scales_and_minimums(blocks, exponent))
+
+
+def _reorder_u4_128(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    """As Q5_0: codes less their zero point, around 16."""
+    zeros = single(blocks, 4).to(torch.uint8)
+    codes = (_nibbles(blocks[..., 8:], 16) + (16 - zeros)[..., None]).flatten(-2)
+    pieces.codes.append(_in_words(codes & 15, 4))
+    pieces.high.append(_high_words(codes >> 4, 1))
+    pieces.scales.append(_single_scales(blocks, exponent))
+
+
+def _reorder_i8_128(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    """As Q8_0."""
+    pieces.codes.append(_in_words((blocks[..., 4:] ^ 128).flatten(-2), 8))
+    pieces.scales.append(_single_scales(blocks, exponent))
+
+
+def _single_scales(blocks: Array, exponent: int) -> Array:
+    """As `_group_scales`, of float32s for 128 weights each. Bfloat16's numbers have no more bits
+    than a float16 and, divided, lie in its range; others would be rounded."""
+    scales = single(blocks, 0) * 2.0 ** (CODE_SHIFT - exponent)
+    if (scales.to(torch.float16).float() != scales).any():
+        raise UnsupportedModelError(
+            "a quantised linear has scales of more bits than a float16, or far from each other, "
+            "which the CUDA executor does not run: use device='cpu'"
+        )
+    return _scale_words(scales.repeat_interleave(4, dim=-1))
 
 
 def _reorder_q2_k(blocks: Array, exponent: int, pieces: Pieces) -> None:
@@ -491,6 +526,7 @@ class Source(NamedTuple):
     reorder: Callable[[Array, int, Pieces], None]
     delta_at: int = 0  # the byte where a block's float16 scale begins
     largest_factor: int = 1  # of that scale, in the scale of a group
+    has_singles: bool = False  # that scale is a float32
 
 
 SOURCES = {
@@ -514,6 +550,8 @@ SOURCES = {
     "IQ4_NL": Source(32, 18, _reorder_iq4_nl),
     "IQ4_XS": Source(256, 136, _reorder_iq4_xs, 0, 32),
     "MXFP4": Source(32, 17, _reorder_mxfp4),
+    "U4_128": Source(128, 72, _reorder_u4_128, has_singles=True),
+    "I8_128": Source(128, 132, _reorder_i8_128, has_singles=True),
     "TQ1_0": Source(256, 54, _reorder_tq1_0, 52),
     "TQ2_0": Source(256, 66, _reorder_tq2_0, 64),
 }

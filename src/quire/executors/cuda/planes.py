@@ -44,6 +44,7 @@ from quire.executors.cuda.plane_sources import (
     grid_table,
     half,
     scattered_half,
+    single,
 )
 
 Array = Any  # a torch.Tensor; the type checker does not see torch
@@ -218,6 +219,8 @@ PLANE_FORMATS = {
     "IQ4_NL": PlaneFormat(4, zero_point=128, has_values=True),
     "IQ4_XS": PlaneFormat(4, scales=Scales.RECORDS, zero_point=128, has_values=True),
     "MXFP4": PlaneFormat(4, scales=Scales.POWERS),
+    "U4_128": PlaneFormat(4, 1, zero_point=16),
+    "I8_128": PlaneFormat(8, zero_point=128),
     "TQ1_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
     "TQ2_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
 }
@@ -431,12 +434,13 @@ def _padded_blocks(format_name: str, raw: Array, num_rows: int, num_columns: int
     source = SOURCES[format_name]
     size = source.block_bytes
     rows = raw.view(num_rows, -1, size)
-    if source.block_weights == 32:
-        missing = padded(num_columns) // 32 - rows.shape[1]
+    in_block = BLOCK // source.block_weights
+    if in_block > 1:
+        missing = padded(num_columns) // source.block_weights - rows.shape[1]
         if missing:
             zeros = torch.zeros((num_rows, missing, size), dtype=torch.uint8, device=raw.device)
             rows = torch.cat([rows, zeros], dim=1)
-        rows = rows.reshape(num_rows, -1, 8, size)
+        rows = rows.reshape(num_rows, -1, in_block, size)
     return rows
 
 
@@ -456,6 +460,8 @@ def _largest_scale(format_name: str, blocks: Array) -> float:
     """At least the largest absolute scale of a group, for codes as kernels take them."""
     if format_name == "IQ1_M":
         deltas = scattered_half(blocks)
+    elif SOURCES[format_name].has_singles:
+        deltas = single(blocks, SOURCES[format_name].delta_at)
     else:
         deltas = half(blocks, SOURCES[format_name].delta_at)
     largest = _largest(deltas.float()) * SOURCES[format_name].largest_factor

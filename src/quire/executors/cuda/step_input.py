@@ -65,6 +65,7 @@ class PlanColumns(NamedTuple):
     allowed: tuple[Any, ...]
     prompt_targets: tuple[tuple[int, ...], ...]
     other_tables: tuple[tuple[tuple[int, ...], ...], ...]
+    states: tuple[tuple[int, ...], ...]  # of models that this executor refuses
 
     @classmethod
     def of(cls, plans: Sequence[SequencePlan]) -> "PlanColumns":

@@ -35,21 +35,18 @@ from quire.executors.cuda.planes import (
 )
 from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
+from quire.model.features import OF_LLAMA, Feature, check_lowered, features
 from quire.model.spec import (
     LAYER_LINEARS,
-    OF_LLAMA,
     Activation,
     Dense,
     Experts,
-    Feature,
     Layer,
     ModelSpec,
     Norm,
     NormKind,
     NormSpan,
     QKNorm,
-    check_lowered,
-    features,
     takes_bytes_by_token,
 )
 
@@ -229,7 +226,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
     for layer in set(spec.layers):
-        _check_head_norm(spec, layer.mixer.qk_norm)
+        _check_head_norm(spec, layer.attention.qk_norm)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
@@ -279,7 +276,8 @@ def _is_linear(name: str) -> bool:
 
 def _check_shape(spec: ModelSpec) -> None:
     """Refuse what no launcher can launch: what a file says decides grids, tiles and offsets."""
-    if len({(x.mixer.num_heads, x.mixer.num_kv_heads, x.mixer.head_dim) for x in spec.layers}) > 1:
+    parts = spec.attentions.values()
+    if len({(part.num_heads, part.num_kv_heads, part.head_dim) for part in parts}) > 1:
         _refuse(spec, "layers of different heads")
     group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
     rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), spec.query_size + 2 * spec.kv_size)
@@ -354,10 +352,10 @@ class Loader:
         if not self._has_mixer(prefix):
             return self._without_mixer(prefix, layer)
         head_norms = [None, None]
-        if layer.mixer.qk_norm is not None:
+        if layer.attention.qk_norm is not None:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
         sinks = None
-        if layer.mixer.has_sinks:
+        if layer.attention.has_sinks:
             sinks = self._floats(f"{prefix}attn_sinks.weight") * math.log2(math.e)
         return LayerWeights(
             **self._norms(prefix, layer),
@@ -520,7 +518,7 @@ class TernaryLoader(Loader):
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         weights = super()._layer(prefix, layer)
-        if layer.mixer.output_norm is None or not self._has_mixer(prefix):
+        if layer.attention.output_norm is None or not self._has_mixer(prefix):
             return weights
         return replace(weights, sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"))
 
