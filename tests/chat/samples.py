@@ -221,6 +221,9 @@ SAMPLES = {
         (("weather", {"city": "a\nb", "more": None, "x": {"y": True}}),),
     ),
     "a list of objects": Sample("", f"[{_OBJECT}, {_OBJECT}]", (CALL, CALL)),
+    "a list far from its bracket": Sample(
+        "", f"[{' ' * 201}{_OBJECT}]", (), f"[{' ' * 201}{_OBJECT}]"
+    ),
     "a list of other objects": Sample("", '[{"age": 3}]', (), '[{"age": 3}]'),
     "a list of numbers": Sample("", "[1, 2]", (), "[1, 2]"),
     "a list after a call": Sample("", f"<tool_call>{_OBJECT}</tool_call>[1, 2]", (CALL,), "[1, 2]"),

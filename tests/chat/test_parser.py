@@ -84,6 +84,18 @@ def test_content_is_withheld_no_longer_than_a_marker_may_begin() -> None:
     assert parser.end() == [ContentDelta("<tool_call")]
 
 
+@pytest.mark.parametrize("begun", [f"[{' ' * 999}x", f"[{'x' * 999}"])
+def test_what_is_too_long_to_begin_a_list_of_calls_is_content_however_it_comes(begun: str) -> None:
+    """It is withheld up to a bound: more would be looked at again with each piece."""
+    sample = SAMPLES["python, bare"]
+    whole, pieces = parser_for(sample), parser_for(sample)
+    [event] = whole.feed(begun)
+    events = [event for letter in begun for event in pieces.feed(letter)]
+    assert event == ContentDelta(begun)
+    assert all(isinstance(event, ContentDelta) for event in events)
+    assert "".join(event.text for event in events if isinstance(event, ContentDelta)) == begun
+
+
 def test_arguments_in_json_come_while_they_are_written() -> None:
     parser = parser_for(SAMPLES["hermes"])
     assert parser.feed('<tool_call>{"name": "weather"') == []

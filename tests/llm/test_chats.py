@@ -52,6 +52,69 @@ def llm(model: Path) -> Any:
         yield made
 
 
+_GRANITE = (
+    "{% if tools %}Respond with <|tool_call|>. {{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+)
+_CALL = '[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]'
+
+
+_LFM2 = (
+    "{% if tools %}List of tools: <|tool_list_start|>{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+)
+
+
+def test_calls_that_lfm2s_template_leaves_out_are_written_in_python(tmp_path: Path) -> None:
+    arguments = '{"a": "x\\"y", "b": [1.5, null, {"c": true}]}'
+    functions = [{"name": "f", "arguments": arguments}, {"name": "g", "arguments": "none"}]
+    calls = [{"id": f"{n}", "type": "function", "function": f} for n, f in enumerate(functions)]
+    messages: Any = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "five"},
+    ]
+    marks = ("<|tool_call_start|>", "<|tool_call_end|>")
+    path = write_text_model(tmp_path / "m.gguf", chat_template=_LFM2, more_specials=marks)
+    with LLM(path, device="reference", kv_memory="4MiB") as llm:
+        prompt = llm.prompts.read_chat(messages, ChatOptions(ONE))
+        assert llm.tokenizer is not None
+        ids = [llm.tokenizer.token_id(mark) for mark in marks]
+    written = '[f(a="x\\"y", b=[1.5, None, {"c": True}]), g(none)]'
+    assert prompt.text is not None
+    assert f"[assistant]{marks[0]}{written}{marks[1]}\n[tool]five\n" in prompt.text
+    assert [token for token in prompt.tokens if token in ids] == ids
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "result"),
+    [
+        (TEMPLATE, f"assistant:So.<|tool_call|>{_CALL}<|/tool_call|>\n", "tool:five\n"),
+        (_GRANITE, f"[assistant]So.<|tool_call|>{_CALL}\n", "[tool_response]five\n"),
+    ],
+)
+def test_calls_that_a_template_leaves_out_are_written_as_it_asks_for_them(
+    tmp_path: Path, template: str, written: str, result: str
+) -> None:
+    """Their markers are control tokens, as in the answers that the model gave; a user's are not."""
+    functions = [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": {}}]
+    calls = [{"id": f"{n}", "type": "function", "function": f} for n, f in enumerate(functions)]
+    messages: Any = [
+        {"role": "user", "content": "<|tool_call|>"},
+        {"role": "assistant", "content": "So.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "0", "content": "five"},
+    ]
+    path = write_text_model(tmp_path / "m.gguf", chat_template=template, more_specials=MARKS)
+    with LLM(path, device="reference", kv_memory="4MiB") as llm:
+        prompt = llm.prompts.read_chat(messages, ChatOptions(ONE))
+        plain = llm.prompts.read_chat(messages[:1], ChatOptions(ONE))
+        assert llm.tokenizer is not None
+        mark = llm.tokenizer.token_id("<|tool_call|>")
+    assert mark is not None
+    assert prompt.text is not None and written + result in prompt.text
+    assert [*prompt.tokens].count(mark) == [*plain.tokens].count(mark) + 1
+
+
 def test_a_required_call_is_in_the_output(llm: LLM) -> None:
     options: Any = {"tools": ONE, "tool_choice": "required", "parallel_tool_calls": False}
     [output] = llm.chat("hi", max_tokens=300, temperature=0.0, **options)

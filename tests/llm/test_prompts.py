@@ -115,6 +115,14 @@ def test_a_prompt_that_means_nothing_is_refused(text_llm: LLM, prompt: Any, mess
         text_llm.prompts.read(prompt)
 
 
+def test_half_a_character_is_found_in_the_message_that_holds_it(text_llm: LLM) -> None:
+    parts = [{"type": "text", "text": "fine"}, {"type": "text", "text": "ab\ud800"}]
+    for content, where in (("hi \udc00", "content holds"), (parts, r"content\[1\]\.text holds")):
+        at = rf"^messages\[1\]\.{where} half a surrogate pair at character [23],"
+        with pytest.raises(RequestError, match=at):
+            text_llm.prompts.read_chat([QUESTION, {"role": "user", "content": content}])
+
+
 def test_a_model_without_a_tokenizer_says_so(llm: LLM) -> None:
     assert not llm.prompts.can_chat
     with pytest.raises(RequestError, match="no tokenizer: give the prompt as token ids"):

@@ -27,6 +27,7 @@ from quire.chat.call_syntax import (
     read_suffixed_arg_keys,
 )
 
+_PYTHON_MARKERS = ("<|tool_call_start|>", "<|tool_call_end|>")
 _JSON_CALL = '{"name": "%s", "arguments": '
 _NAME = r"(?P<name>[^\s<>\[\]{}\"]{1,256})"
 
@@ -57,6 +58,7 @@ class CallForm:
     suffix: str = ""
     between: str = ""
     end: str = ""
+    result_role: str = "tool"  # of messages with results, where the template takes any role
 
     @property
     def opens(self) -> tuple[str, ...]:
@@ -77,6 +79,17 @@ class CallForm:
     @property
     def can_be_constrained(self) -> bool:
         return bool(self.prefix)
+
+    @property
+    def is_tagged_list(self) -> bool:
+        """Whether calls are JSON between `begin` and `end`, which alone have markers."""
+        within = self.prefix + self.suffix + self.between
+        return bool(self.begin and self.prefix) and not any(m in within for m in self.markers)
+
+    @property
+    def is_python_list(self) -> bool:
+        """Whether calls are a list in Python between markers: [name(key=value)]."""
+        return self.read is read_python and self.call_open == _PYTHON_MARKERS[0]
 
 
 @dataclass(frozen=True)
@@ -122,6 +135,7 @@ def _tagged(name: str, opened: str, closed: str, **more: str) -> CallForm:
     )
 
 
+_GRANITE = replace(_tagged("granite", "<|tool_call|>", ""), result_role="tool_response")
 HERMES = CallForm(
     "hermes",
     call_open="<tool_call>",
@@ -287,7 +301,7 @@ _MINIMAX_TAGS = _read(
     MINIMAX_MARK,
 )
 _XML = _read("xml", "<tool_call>", "</tool_call>", read_parameters)
-_PYTHON = _read("python", "<|tool_call_start|>", "<|tool_call_end|>", read_python)
+_PYTHON = _read("python", *_PYTHON_MARKERS, read_python)
 _FUNCTOOLS = replace(_tagged("functools", "functools", ""), bare_json=True)
 _Test = Callable[[str], bool]
 
@@ -355,7 +369,7 @@ _CALL_FORMS: tuple[tuple[_Test, CallForm], ...] = (
     (_has("<TOOLCALL>"), _tagged("nemotron", "<TOOLCALL>", "</TOOLCALL>")),
     (_has("<tool_calls>"), _tagged("tool-calls", "<tool_calls>", "</tool_calls>")),
     (_has("<|tool_call|>", "<|/tool_call|>"), _tagged("phi", "<|tool_call|>", "<|/tool_call|>")),
-    (_has("<|tool_call|>"), _tagged("granite", "<|tool_call|>", "")),
+    (_has("<|tool_call|>"), _GRANITE),
     (_has("<|tool_list_start|>"), _PYTHON),
     (_has("<|tool_call_start|>"), _PYTHON),
     (_has("<|function_call|>"), _tagged("function-call", "<|function_call|>", "")),

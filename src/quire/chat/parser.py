@@ -40,9 +40,11 @@ _LETTERS = string.ascii_letters + string.digits
 _NAME_KEYS = ("name", "tool_name", "function")
 _ARGUMENT_KEYS = ("arguments", "parameters")
 _KNOWN_KEYS = {*_NAME_KEYS, *_ARGUMENT_KEYS, "type", "id", "tool_call_id"}
-_LISTED = re.compile(r"\[\s*(?=\{)")  # objects
-_PYTHON_LIST = re.compile(r"\[\s*([A-Za-z_][\w.]*)\(")
-_MAY_BE_LIST = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*)?\Z")  # of either, as far as it has come
+# How a list of calls begins, bounded: text that may begin one is withheld, and looked at again with
+# each piece that comes.
+_LISTED = re.compile(r"\[\s{0,200}(?=\{)")  # objects
+_PYTHON_LIST = re.compile(r"\[\s{0,200}([A-Za-z_][\w.]{0,200})\(")
+_MAY_BE_LIST = re.compile(r"\[\s{0,200}(?:[A-Za-z_][\w.]{0,200})?\Z")  # as far as it has come
 MAX_HEADER = 600  # characters of a call before its arguments
 
 

@@ -2,11 +2,13 @@
 variables, masks and a parser of the answer.
 
 Tools are shown by the model's template. Where that cannot, a system message describes them, and
-calls and results of the conversation become text in the same form.
+calls and results of the conversation become text in the same form. Where it shows tools alone, as
+Granite 3's does, these are written in the form that it asks the model for.
 """
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -14,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 
 from quire.chat import Answer, AnswerParser, ChatForm, form_of, parameter_types, parser_of
 from quire.chat.constraints import answer_constraint, control_tokens, thinking_of
-from quire.chat.forms import GENERIC
+from quire.chat.forms import GENERIC, CallForm
 from quire.core.errors import RequestError
 from quire.core.request import FinishReason, RequestOutput
 from quire.core.sampling import SamplingParams
 from quire.tokenizer import ChatTemplate, Tokenizer
 from quire.tokenizer.chat_template import RenderedChat
+from quire.tokenizer.template_text import TemplateText, joined, marks_of
 
 Message = Mapping[str, object]
 Tools = Sequence[Mapping[str, object]]  # descriptions of functions, as in OpenAI's API
@@ -259,7 +262,8 @@ class ChatForms:
         continue_final_message: bool = False,
     ) -> RenderedChat:
         """The prompt; tools, calls and results are written as the template can."""
-        messages, shown = self._as_shown(messages, tools)
+        marks = _OwnMarks()
+        messages, shown = self._as_shown(messages, tools, marks)
         render = partial(
             self._template.render,
             tools=shown,
@@ -269,19 +273,19 @@ class ChatForms:
         )
         if not tools or shown:
             try:
-                return render(messages)
+                return marks.restored(render(messages))
             except RequestError:
                 whole = _completed(shown or [])
                 if whole == (shown or []):
                     raise
-                return render(messages, tools=whole)
+                return marks.restored(render(messages, tools=whole))
         try:
             return render(_introduced(messages, tools, "system"))
         except RequestError:  # some templates have no system message
             return render(_introduced(messages, tools, "user"))
 
     def _as_shown(
-        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, marks: "_OwnMarks"
     ) -> tuple[Sequence[Message], list[dict[str, Any]] | None]:
         """Messages in forms that the template writes, and tools if it does."""
         if not isinstance(messages, Sequence) or not all(isinstance(m, Mapping) for m in messages):
@@ -289,7 +293,13 @@ class ChatForms:
         has_calls = any(m.get("tool_calls") or m.get("role") == "tool" for m in messages)
         is_introduced = bool(tools) and not self._shows_tools
         if has_calls and (is_introduced or not self._template.forms.writes_calls):
-            messages = [_as_text(message, n) for n, message in enumerate(messages)]
+            calls = GENERIC if is_introduced or not self._shows_tools else self._form.calls
+            role = calls.result_role
+            is_own = calls.is_tagged_list or calls.is_python_list
+            if is_own and self._template.forms.writes_role(role):
+                messages = [_as_own(m, n, calls, marks) for n, m in enumerate(messages)]
+            else:
+                messages = [_as_text(message, n) for n, message in enumerate(messages)]
         return messages, tools if tools and self._shows_tools else None
 
 
@@ -432,11 +442,99 @@ def _as_text(message: Message, number: int) -> Message:
     if message.get("role") == "tool":
         content = f"<tool_response>\n{_plain(message.get('content'), number)}\n</tool_response>"
         return {"role": "user", "content": content}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, Sequence) or not calls:
+    calls = _calls_of(message, number)
+    if not calls:
         return message
     texts = [_plain(message.get("content"), number)] if message.get("content") else []
-    for call in calls:
+    texts += [
+        f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
+        for name, arguments in calls
+    ]
+    return {"role": message["role"], "content": "\n".join(texts)}
+
+
+def _as_own(message: Message, number: int, form: CallForm, marks: "_OwnMarks") -> Message:
+    """The same for a template that shows tools and says how they are called, but writes neither
+    calls nor results: as the model writes its calls."""
+    if message.get("role") == "tool":
+        return {"role": form.result_role, "content": _plain(message.get("content"), number)}
+    calls = _calls_of(message, number)
+    if not calls:
+        return message
+    content = _plain(message.get("content"), number) if message.get("content") else ""
+    begin, end = form.begin, form.end
+    if form.is_python_list:
+        begin, end = form.call_open, form.closes[0]
+        written = f"[{', '.join(_in_python(name[1:-1], text) for name, text in calls)}]"
+    else:
+        written = form.between.join(
+            f"{form.prefix.replace('%s', name[1:-1])}{arguments}{form.suffix}"
+            for name, arguments in calls
+        )
+    text = f"{content}{marks.put(begin)}{written}{marks.put(end)}"
+    return {"role": message["role"], "content": text}
+
+
+def _in_python(name: str, arguments: str) -> str:
+    """A call as LFM2 writes it; arguments that are no JSON object as they stand."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        return f"{name}({arguments})"
+    return f"{name}({', '.join(f'{key}={_literal(value)}' for key, value in given.items())})"
+
+
+def _literal(value: object) -> str:
+    """In Python, strings in the quotes of JSON."""
+    match value:
+        case str():
+            return json.dumps(value, ensure_ascii=False)
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
+        case dict():
+            items = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
+            return f"{{{', '.join(items)}}}"
+    return repr(value)
+
+
+class _OwnMarks:
+    """Markers that a template should have written. In messages each is a word that no request can
+    guess; in the prompt it is the template's own text, so that its control tokens are these."""
+
+    def __init__(self) -> None:
+        self._nonce = secrets.token_hex(16)
+        self._texts: list[str] = []
+
+    def put(self, text: str) -> str:
+        """The word for a marker."""
+        self._texts.append(text)
+        return f"m{self._nonce}n{len(self._texts) - 1}m"
+
+    def restored(self, chat: RenderedChat) -> RenderedChat:
+        """The prompt with the markers in the place of their words."""
+        if not self._texts:
+            return chat
+        parts = re.split(f"m{self._nonce}n([0-9]+)m", chat.text)
+        text, start = TemplateText(chat.text, chat.own_spans), 0
+        pieces: list[str] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                pieces.append(TemplateText.whole(self._texts[int(part)]))
+                start += len(self._nonce) + len(part) + 3
+            else:
+                pieces.append(text[start : start + len(part)])
+                start += len(part)
+        whole = joined(pieces)
+        return RenderedChat(str(whole), marks_of(whole))
+
+
+def _calls_of(message: Message, number: int) -> list[tuple[str, str]]:
+    """Name and arguments of each call of a message, as JSON."""
+    calls = message.get("tool_calls")
+    found: list[tuple[str, str]] = []
+    for call in calls if isinstance(calls, Sequence) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
@@ -446,9 +544,8 @@ def _as_text(message: Message, number: int) -> Message:
         arguments = function.get("arguments")
         is_text = isinstance(arguments, str) and arguments.strip()
         text = arguments if is_text else json.dumps(arguments or {})
-        name = json.dumps(function["name"], ensure_ascii=False)
-        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>')
-    return {"role": message["role"], "content": "\n".join(texts)}
+        found.append((json.dumps(function["name"], ensure_ascii=False), str(text)))
+    return found
 
 
 def _plain(content: Any, number: int) -> str:

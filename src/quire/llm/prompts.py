@@ -123,6 +123,8 @@ class PromptReader:
             continue_final_message=continue_final_message,
         )
         assert self._tokenizer is not None
+        if _first_half(text) is not None:
+            raise _half_pair(messages)
         spans = True if parse_control_tokens else own_spans
         tokens = self._encode(
             self._tokenizer, text, "messages", last, add_special=False, parse_special=spans
@@ -201,12 +203,14 @@ class PromptReader:
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise RequestError(
-                "this model has no tokenizer, so it cannot chat; use generate", param="messages"
+                "this model has no tokenizer, so it cannot chat: it completes token ids "
+                "(LLM.generate, quire generate --prompt-tokens, /v1/completions)",
+                param="messages",
             )
         if tokenizer.chat_template is None:
             raise RequestError(
                 "this model has no chat template, so it cannot chat: give one (--chat-template), "
-                "or use generate",
+                "or complete plain text (LLM.generate, quire generate --raw, /v1/completions)",
                 param="messages",
             )
         tokens = {
@@ -233,7 +237,7 @@ class PromptReader:
         try:
             return tokenizer.encode(text, limit=limit, **options)
         except RequestError as error:
-            if not _is_unicode(text):
+            if _first_half(text) is not None:
                 raise RequestError(str(error), param=param) from None
             message = f"the prompt does not fit into the context: {error}"
             limit = self._max_context
@@ -321,12 +325,30 @@ def _is_token(value: Any) -> bool:
     return not isinstance(value, bool)
 
 
-def _is_unicode(text: str) -> bool:
+def _half_pair(messages: Conversation) -> RequestError:
+    """For a conversation that holds half of a surrogate pair: where, in its own characters."""
+    waiting: list[tuple[str, Any]] = [("messages", messages)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{name}.{key}", inner) for key, inner in [*value.items()][::-1]]
+        elif isinstance(value, list | tuple):
+            waiting += [(f"{name}[{i}]", value[i]) for i in reversed(range(len(value)))]
+        elif isinstance(value, str) and (start := _first_half(value)) is not None:
+            return RequestError(
+                f"{name} holds half a surrogate pair at character {start}, which is no text",
+                param="messages",
+            )
+    return RequestError("the conversation holds half a surrogate pair", param="messages")
+
+
+def _first_half(text: str) -> int | None:
+    """Where a text has half a surrogate pair; None: nowhere."""
     try:
         text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 # ---- parameters
