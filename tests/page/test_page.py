@@ -469,6 +469,20 @@ def test_everything_has_a_name_for_screen_readers(server: RunningServer, browser
     assert browser.run("return document.documentElement.lang") == "en"
 
 
+@pytest.mark.parametrize("width", [1100, 1280, 1400])
+def test_figures_fit_their_tiles(server: RunningServer, browser: Browser, width: int) -> None:
+    browser.size(width, 800)
+    browser.open(server.url)
+    room = """
+        const figure = document.getElementById("step");
+        figure.textContent = "88.8 ms";
+        const range = document.createRange();
+        range.selectNodeContents(figure);
+        return figure.getBoundingClientRect().right - range.getBoundingClientRect().right;
+    """
+    assert browser.run(room) > 6, "beside the padding"
+
+
 def test_it_fits_a_phone(server: RunningServer, browser: Browser) -> None:
     browser.size(360, 700, is_phone=True)
     browser.open(server.url)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from quire.core.errors import ExecutorError
 from quire.core.request import FinishReason, Piece, RequestMetrics, Status
-from quire.ray import replica
+from quire.ray import cluster, replica
 from quire.ray.cluster import ClusterEngine
-from quire.ray.reports import ReportServer
+from quire.ray.reports import ReplicaReports, ReportReader, ReportServer
 from quire.worker import messages as wire
 from quire.worker.process import STUCK_EXIT, WorkerEngine
 
@@ -103,6 +104,20 @@ def test_an_answer_whose_reports_are_lost_is_asked_for_again() -> None:
     output, num_asked = completed(say_nothing, finish)
     assert num_asked == 2
     assert output.completions[0].token_ids == [5]
+
+
+def test_a_request_whose_replicas_cannot_be_reached_ends_with_what_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes it by Ray, and listens where nobody gets through."""
+    monkeypatch.setattr(cluster, "_LONGEST_BACKOFF_S", 0.01)
+
+    async def refuse(_: ReplicaReports, address: bytes) -> ReportReader:
+        raise TimeoutError("a test")
+
+    monkeypatch.setattr(ReplicaReports, "_connect", refuse)
+    with pytest.raises(ExecutorError, match="need TCP connections to every node's address"):
+        completed(*[say_nothing] * cluster._UNREACHABLE)
 
 
 def test_times_are_since_the_arrival_here_whatever_the_replicas_clock() -> None:

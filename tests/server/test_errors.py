@@ -114,6 +114,7 @@ def test_what_outgrows_the_context_is_told_as_openais_clients_know_it(
         ("/completion", "use /v1/completions"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/nope", "see /docs"),
         ("/nowhere/at/all/of/any/use", "see /docs"),
     ],
 )

@@ -309,13 +309,6 @@ def test_loaded_models_never_take_more_than_the_budget(folder: Path) -> None:
         assert budget is not None and 0 < most <= budget
 
 
-def test_a_model_that_is_too_large_is_refused(folder: Path) -> None:
-    with serving_all(folder, Residency(1000)) as server:
-        reply = server.post("/v1/completions", {"model": "green", "prompt": "x"})
-        assert (reply.status, reply.error["code"]) == (503, "model_too_large")
-        assert "--model-memory" in reply.error["message"]
-
-
 def test_nobody_makes_room_for_a_model_that_would_not_fit_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +323,7 @@ def test_nobody_makes_room_for_a_model_that_would_not_fit_alone(
         stream.first()
         reply = server.post("/v1/completions", {"model": "green", "prompt": "x"})
         assert (reply.status, reply.error["code"]) == (503, "model_too_large")
+        assert "--model-memory" in reply.error["message"]
         assert loaded_names(server) == ["red", "blue"]
         assert server.service.residency is not None
         assert server.service.residency.has(model_named(server, "blue"))
@@ -718,6 +712,21 @@ def test_a_crash_of_one_models_worker_changes_no_stream(folder: Path) -> None:
         assert metrics.count("# TYPE quire:generation_tokens_total") == 1
 
 
+def test_restarts_are_counted_when_their_model_is_unloaded_too(folder: Path) -> None:
+    with serving_all(folder, room_for(folder, 1)) as server:
+        complete(server, "red")
+        llm = model_named(server, "red").loaded
+        assert isinstance(llm, RemoteLLM)
+        os.kill(llm.worker_pid, signal.SIGKILL)
+        server.wait_until(lambda: server.service.num_worker_restarts == 1)
+        complete(server, "green")
+        assert not is_loaded(server, "red")
+        assert (
+            'quire:worker_restarts_total{model_name="red"} 1'
+            in server.get("/metrics").body.decode()
+        )
+
+
 def test_a_model_that_is_stuck_is_loaded_again_and_the_others_go_on(folder: Path) -> None:
     with serving_all(folder) as server:
         expected = complete(server, "red")
@@ -933,6 +942,28 @@ def test_models_come_and_go_with_the_files_of_a_folder(
         (tmp_path / "b.gguf").unlink()
         server.wait_until(lambda: names() == ["a.gguf", "c.gguf"])
         assert server.post("/v1/completions", {"model": "b.gguf", "prompt": "x"}).status == 404
+
+
+def test_a_broken_file_of_a_folder_is_refused_with_what_is_wrong_until_it_is_mended(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(folder / "red", tmp_path / "a.gguf")
+    for name in ("b.gguf", "c.gguf"):
+        (tmp_path / name).write_bytes(b"GGUF")
+
+    def status(name: str) -> int:
+        return server.post("/v1/completions", {"model": name, "prompt": "x"}).status
+
+    with serving_folder(tmp_path, monkeypatch) as server:
+        assert served_names(server) == ["a.gguf"]
+        reply = server.post("/v1/completions", {"model": "b.gguf", "prompt": "x"})
+        assert (reply.status, reply.error["code"]) == (503, "model_not_loaded")
+        assert "b.gguf cannot be loaded: " in reply.error["message"]
+        assert "truncated" in reply.error["message"]
+        shutil.copy(folder / "green", tmp_path / "b.gguf")
+        (tmp_path / "c.gguf").unlink()
+        server.wait_until(lambda: status("b.gguf") == 200)
+        server.wait_until(lambda: status("c.gguf") == 404)
 
 
 @contextmanager
@@ -1320,6 +1351,45 @@ def test_a_reload_reaches_a_model_that_is_being_loaded(folder: Path) -> None:
         assert llm is not None and llm.max_batch_size == 4
 
 
+def test_a_reload_goes_on_after_a_model_that_refuses_it(folder: Path) -> None:
+    other = replace(OPTIONS, max_batch_size=4)
+
+    def make(model: str | None, config: str | None) -> Replacement:
+        assert model is not None
+        load = partial(refuse if Path(model).name == "red" else RemoteLLM.load, model, other)
+        return Replacement((Path(model).name,), model, None, other, load)
+
+    def refuse(*_: Any) -> OnlineModel:
+        raise ConfigError("not like this")
+
+    with serving_all(folder, replace=make) as server:
+        for name in ("red", "green"):
+            complete(server, name)
+        reloading = server.service._do_reload(Reload(), lambda _: None)
+        with pytest.raises(ConfigError, match=r"^1 of 3 .*; red is as it was: not like this$"):
+            asyncio.run_coroutine_threadsafe(reloading, server.loop).result(PATIENCE_S)
+        sizes = []
+        for name in ("red", "green"):
+            llm = model_named(server, name).loaded
+            assert llm is not None
+            sizes.append(llm.max_batch_size)
+        assert sizes == [8, 4]
+        assert model_named(server, "blue").source.options == other
+
+
+def test_a_configuration_that_cannot_be_read_changes_nothing_for_models_that_come(
+    folder: Path,
+) -> None:
+    def make(model: str | None, config: str | None) -> Replacement:
+        raise ConfigError(f"{config} cannot be read")
+
+    with serving_all(folder, replace=make) as server:
+        reloading = server.service._do_reload(Reload(config="wrong.toml"), lambda _: None)
+        with pytest.raises(ConfigError, match=r"wrong.toml cannot be read"):
+            asyncio.run_coroutine_threadsafe(reloading, server.loop).result(PATIENCE_S)
+        assert server.service.new_model(source_of(folder / "red")).source.options == OPTIONS
+
+
 # ---- the command
 
 
@@ -1361,6 +1431,13 @@ def test_what_is_wrong_with_several_models_is_said_at_once(
 ) -> None:
     places = {"red": folder / "red", "green": folder / "green", "empty": tmp_path}
     assert said in fails("serve", *(each.format(**places) for each in arguments), *SMALL)
+
+
+def test_a_server_whose_memory_no_model_fits_does_not_start(folder: Path, tmp_path: Path) -> None:
+    memory = ("--model-memory", "1KiB", "--port", "0", "--state", tmp_path)
+    run = quire("serve", folder / "red", folder / "green", *memory, *SMALL)
+    assert run.code == 1
+    assert "quire: --model-memory is 1.0 KiB, and red alone, of all models the" in run.err
 
 
 def test_an_unknown_option_behind_a_second_model_is_refused(folder: Path) -> None:

@@ -221,6 +221,8 @@ def test_a_request_for_nothing_says_that_the_model_is_loaded(
 ) -> None:
     found = post(tiny, path, keep_alive="5m")
     assert (found["done"], found["done_reason"]) == (True, "load")
+    other = tiny.post(path, {"model": "other"})
+    assert (other.status, other.json["error"][:25]) == (404, "there is no model 'other'")
     refused = tiny.post(path, {"model": NAME, "keep_alive": 0})
     assert refused.status == 400 and "keeps its model" in refused.json["error"]
 
@@ -275,15 +277,25 @@ def test_the_model_is_listed_and_shown(tiny: RunningServer) -> None:
     [model] = tiny.get("/api/tags").json["models"]
     assert (model["name"], model["model"]) == (NAME, NAME)
     assert len(model["digest"]) == 64
-    assert model["details"]["family"] == "llama"
+    details = {
+        "parent_model": "",
+        "format": "gguf",
+        "family": "llama",
+        "families": ["llama"],
+        "parameter_size": "1.44M",
+        "quantization_level": "Q4_0",
+    }
+    assert model["details"] == details
     [running] = tiny.get("/api/ps").json["models"]
     assert running["context_length"] == 512
+    assert running["details"] == details
     version = tiny.get("/api/version").json["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4), "Codex refuses older ones"
     shown = post_show(tiny)
     assert shown["model_info"]["llama.context_length"] == 512
     assert shown["model_info"]["general.parameter_count"] > 10**5
     assert shown["capabilities"] == ["completion"]
+    assert shown["details"] == details
     assert "im_start" in shown["template"]
 
 

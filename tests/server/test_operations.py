@@ -7,6 +7,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.server.servers import (
     PATIENCE_S,
     QUESTION,
     PacedExecutor,
+    Reply,
     RunningServer,
     fake_assembly,
     fake_server,
@@ -33,6 +35,7 @@ from quire.core.errors import ConfigError, ModelFileError
 from quire.core.plan import StepPlan
 from quire.core.progress import report
 from quire.llm import AsyncLLM
+from quire.llm.prompts import PromptReader
 from quire.server.calls import Tracing, open_tracing
 from quire.server.keys import ApiKey, KeyRing, digest_of
 from quire.server.logs import set_up_logs
@@ -125,6 +128,50 @@ def test_who_ends_a_server_that_loads_need_not_wait() -> None:
         assert service.state is State.DRAINING
 
     asyncio.run(main())
+
+
+def test_a_part_that_cannot_be_stopped_ends_no_request_and_keeps_no_server_alive(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise RuntimeError("a bug")
+
+    with fake_server(text_model, PacedExecutor(0.005, num_blocks=1024)) as server:
+        service = server.service
+        answers: list[Reply] = []
+        ask = partial(server.chat, max_tokens=100, ignore_eos=True)
+        asking = threading.Thread(target=lambda: answers.append(ask()))
+        asking.start()
+        server.wait_until(lambda: server.engine.has_work)
+        monkeypatch.setattr(service.background, "stop", fail)
+        asyncio.run_coroutine_threadsafe(service.drain(), server.loop).result(PATIENCE_S)
+        assert service.has_ended.is_set()
+        asking.join(PATIENCE_S)
+        assert [reply.status for reply in answers] == [200], answers
+
+
+def test_a_request_that_is_read_while_the_server_ends_may_be_sent_again(
+    text_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_reading, may_go_on = threading.Event(), threading.Event()
+    read_chat = PromptReader.read_chat
+
+    def read_slowly(*args: Any, **given: Any) -> Any:
+        is_reading.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return read_chat(*args, **given)
+
+    monkeypatch.setattr(PromptReader, "read_chat", read_slowly)
+    with fake_server(text_model) as server:
+        answers: list[Reply] = []
+        asking = threading.Thread(target=lambda: answers.append(server.chat(max_tokens=2)))
+        asking.start()
+        assert is_reading.wait(PATIENCE_S)
+        draining = server.service.drain()
+        asyncio.run_coroutine_threadsafe(draining, server.loop).result(PATIENCE_S)
+        may_go_on.set()
+        asking.join(PATIENCE_S)
+        assert [(reply.status, reply.error["code"]) for reply in answers] == [(503, "drain")]
 
 
 # ---- metrics

@@ -134,6 +134,13 @@ def test_a_name_can_be_allowed(text_model: Path) -> None:
         assert server.get("/health", {"Host": "other.example.com"}).status == 403
 
 
+@pytest.mark.parametrize("host", ["a b", "", "llm.example.com:80", "a,b", "https://a"])
+def test_a_name_that_no_host_can_have_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="expected a name such as llm"):
+        ServerSettings(allowed_hosts=(host,))
+    ServerSettings(allowed_hosts=("*", "llm-1.example.com", "localhost"))
+
+
 @pytest.mark.parametrize("origin", ["*", "https://*", "example.com", "https://a/b", "ftp://a"])
 def test_an_origin_that_cannot_be_one_is_refused(origin: str) -> None:
     with pytest.raises(ConfigError, match="CORS origin"):

@@ -347,7 +347,7 @@ def test_streams_of_all_processes_go_on_when_the_worker_is_killed(shared: Server
     os.kill(worker_of(shared.server), signal.SIGKILL)
     for first, answer in zip(begun, answers, strict=True):
         assert text_of((first + answer.read()).decode()) == whole
-    assert sample(clients[1], "worker_restarts_total") == 1
+    wait_until(lambda: sample(clients[1], "worker_restarts_total") == 1)
 
 
 def test_a_new_connection_takes_the_place_of_an_idle_one_of_another_process(

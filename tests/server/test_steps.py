@@ -123,3 +123,8 @@ def test_without_a_bandwidth_no_floor_is_known(tiny: RunningServer) -> None:
 def test_a_bandwidth_is_a_number_above_0(value: float) -> None:
     with pytest.raises(ConfigError, match="memory_bandwidth must be a number above 0"):
         ServerSettings(memory_bandwidth=value)
+
+
+def test_a_bandwidth_is_refused_in_the_unit_that_it_is_given_in() -> None:
+    with pytest.raises(ConfigError, match=r"got -5 GB/s"):
+        ServerSettings(memory_bandwidth=-5e9)

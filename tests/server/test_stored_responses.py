@@ -451,13 +451,17 @@ def test_one_of_an_api_process_that_died_is_made_by_another(
 
 
 def api_processes(server: ServeProcess) -> list[int]:
-    found = []
+    """What they start has their command line until it runs a program of its own."""
+    found: dict[int, int] = {}  # by number: the parent's
     for pid in descendants(server.process.pid):
         with suppress(OSError):  # one that has ended meanwhile
             if b"quire.server.processes" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(pid)
-    assert len(found) == 2
-    return found
+                found[pid] = int(
+                    Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+                )
+    processes = [pid for pid, parent in found.items() if parent not in found]
+    assert len(processes) == 2
+    return processes
 
 
 def can_connect(server: ServeProcess) -> bool:

@@ -82,6 +82,10 @@ def refusal(schema: type[Strict], body: dict[str, Any]) -> ApiError:
         ({"stop": ["a", ""]}, 'stop[1] must be at least 1 character long, got ""'),
         ({"logit_bias": []}, "logit_bias must be an object, got a list of 0"),
         (
+            {"logit_bias": {"abc": 1}},
+            'logit_bias has a name that must be a token id, such as "50", got "abc"',
+        ),
+        (
             {"service_tier": "priorty"},
             'service_tier must be "auto", "default", "flex", "scale", "priority" or "fast", got '
             '"priorty": did you mean "priority"?',

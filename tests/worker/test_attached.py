@@ -1,9 +1,11 @@
 """Several processes' requests in one worker, each with a channel of its own."""
 
 import asyncio
+import logging
 import os
 import signal
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -119,7 +121,11 @@ def test_a_channel_that_ends_takes_its_own_requests_with_it(model: Path, tmp_pat
     run(main())
 
 
-def test_requests_of_all_channels_go_on_in_the_next_worker(model: Path, tmp_path: Path) -> None:
+def test_requests_of_all_channels_go_on_in_the_next_worker(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "quire")
+
     async def main() -> None:
         async with remote(model) as llm:
             expected = await asyncio.gather(*(llm.generate(*each) for each in asked(4, 200)))
@@ -136,6 +142,9 @@ def test_requests_of_all_channels_go_on_in_the_next_worker(model: Path, tmp_path
             assert output.completions == wanted.completions
 
     run(main())
+    events = Counter(getattr(record, "event", None) for record in caplog.records)
+    assert (events["worker_died"], events["worker_restarted"]) == (1, 1), "one process says so"
+    assert (events["channel_lost"], events["channel_restored"]) == (2, 2)
 
 
 def test_the_request_that_kills_workers_is_found_among_those_of_all_channels(

@@ -48,6 +48,7 @@ from quire.worker.records import Record, new_record
 _log = logging.getLogger(__name__)
 SILENCE_S = 10 * HEARTBEAT_S  # of a replica, after which its requests go elsewhere
 _CRASHES_OF_A_CAUSE = 3  # replicas that died with a request in their batch, without a token since
+_UNREACHABLE = 8  # connections to replicas in a row that could not be made, each by a timeout
 _LONGEST_BACKOFF_S = 2.0
 _LAST_REPORT_S = 2.0  # behind the end of an answer
 _GRACE_S = 5.0  # after a request's deadline, which its replica should have kept
@@ -57,6 +58,10 @@ _WEIGHTS_EVERY_S = 30.0  # new replicas get weights that changed since the deplo
 
 class ReplicaLostError(Exception):
     """A replica says nothing any more, or ended an answer in its middle."""
+
+
+class UnreachableError(Exception):
+    """A replica answers by Ray, and its address for reports cannot be connected to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +240,7 @@ class ClusterEngine:
                 live.attempt.cancel()
 
     async def _run_anywhere(self, live: _Live) -> None:
-        num_failed = 0
+        num_failed = num_unreachable = 0
         while not live.has_ended:
             await live.may_run.wait()
             before = _num_tokens(live.record)
@@ -254,6 +259,14 @@ class ClusterEngine:
                 raise
             except Exception as error:
                 num_failed = 0 if _num_tokens(live.record) > before else num_failed + 1
+                is_unreachable = isinstance(error, UnreachableError)
+                num_unreachable = num_unreachable + 1 if is_unreachable else 0
+                if num_unreachable >= _UNREACHABLE:
+                    raise ExecutorError(
+                        f"{num_unreachable} replicas in a row took this request, and none could "
+                        f"be connected to for its tokens ({error}): ingresses need TCP "
+                        "connections to every node's address, on any port"
+                    ) from error
                 await self._lost(live, error, num_failed)
 
     async def _lost(self, live: _Live, error: Exception, num_failed: int) -> None:
@@ -287,7 +300,11 @@ class ClusterEngine:
         ending: asyncio.Task[None] | None = None
         try:
             # A replica may have to be started first: that is waited for.
-            reader = await self._reports.reader_of(await anext(answer))
+            address = await anext(answer)
+            try:
+                reader = await self._reports.reader_of(address)
+            except OSError as refused:
+                raise UnreachableError(repr(refused)) from refused
             ending = asyncio.create_task(_end_of(answer))
             either: list[asyncio.Future[Any]] = [attempt.ended, reader.lost, ending]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

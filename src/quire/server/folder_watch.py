@@ -28,6 +28,8 @@ async def watch_folder(service: "Service", folder: ModelFolder, residency: Resid
             gone.update(changes.gone)
             gone.difference_update(changes.come)
             gone = _remove(service, residency, gone)
+            for path in changes.gone:
+                service.left_out.pop(path.name, None)
             for path in changes.come:
                 await _add(service, folder, residency, path)
             said = ""
@@ -66,7 +68,7 @@ async def _add(service: "Service", folder: ModelFolder, residency: Residency, pa
         model = service.new_model(folder.make(path))
         can_be_served = await service.enter(residency, model)
     except QuireError as error:  # of the configuration, which is read again
-        log("model_left_out", logging.ERROR, model=path.name, error=str(error))
+        service.leave_out(path.name, error)
         return
     except Exception:  # a bug: others that came with it are served
         LOGGER.exception("model_left_out")

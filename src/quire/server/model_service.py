@@ -339,6 +339,8 @@ class ModelService:
         request from the moment of the call."""
         llm, self._llm, self.state = self._llm, None, State.UNLOADED
         self.keep_s = None
+        if llm is not None:
+            self.server.num_past_restarts += llm.num_restarts
         if llm is not None and self.need is not None:
             self._copies[llm] = self.need  # until it is closed
         closed = [each for each in (llm, *self._retiring) if each is not None]

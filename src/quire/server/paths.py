@@ -66,6 +66,7 @@ def no_path(path: str) -> ApiError:
 
 
 def _nearest(path: str) -> str:
-    fixed = [route for route in ROUTES if "{" not in route]
-    close = get_close_matches(path[:_MAX_COMPARED], fixed, 1, cutoff=0.7)
-    return f"did you mean {close[0]}?" if close else "see /docs"
+    """Compared without the version, which most have in common."""
+    fixed = {route.removeprefix("/v1"): route for route in ROUTES if "{" not in route}
+    close = get_close_matches(path[:_MAX_COMPARED].removeprefix("/v1"), fixed, 1, cutoff=0.7)
+    return f"did you mean {fixed[close[0]]}?" if close else "see /docs"

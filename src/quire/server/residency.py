@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.core.errors import ExecutorError, QuireError
+from quire.core.errors import ConfigError, ExecutorError, QuireError
 from quire.llm.assembly import MemoryNeed
 from quire.llm.machine import format_bytes
 from quire.server.errors import ApiError
@@ -76,6 +76,19 @@ class Residency:
         self._models.append(model)
         if need.available is not None:
             self._budgets.setdefault(need.device, self._given or need.available)
+
+    def check_models(self) -> None:
+        """Raise a ConfigError where none of the models can ever be loaded."""
+        needs = {model.name: model.need.num_bytes for model in self._models if model.need}
+        if not needs:
+            raise ConfigError("there is no model that can be served: the log says why")
+        smallest = min(needs, key=needs.__getitem__)
+        if self._given is not None and needs[smallest] > self._given:
+            raise ConfigError(
+                f"--model-memory is {format_bytes(self._given)}, and {smallest} alone, of all "
+                f"models the smallest, needs {format_bytes(needs[smallest])}: give more, or a "
+                "smaller --kv-memory"
+            )
 
     def leave(self, model: ModelService) -> None:
         """A model that is no longer served: it is unloaded when its requests have ended."""

@@ -92,6 +92,8 @@ class Service:
         self.pool = WorkPool()
         self.residency = residency
         self.num_losses = 0  # of models: they do not answer any more
+        self.left_out: dict[str, str] = {}  # models that cannot be served: why, by name
+        self.num_past_restarts = 0  # of workers of models that were unloaded since
         self._folder = folder
         self._watching: asyncio.Task[None] | None = None
         if callable(load):
@@ -128,7 +130,8 @@ class Service:
         return self.models[0]
 
     def model_of(self, name: str | None) -> ModelService:
-        """The model that a request asks for; a 404 where there is none of that name."""
+        """The model that a request asks for; a 404 where there is none of that name, a 503 where
+        it cannot be served."""
         if name is None:
             return self.first
         for model in self.models:
@@ -140,6 +143,11 @@ class Service:
         self.model_of(name)
 
     def unknown_model(self, name: str) -> ApiError:
+        """Why a request cannot have the model that it names."""
+        reason = self.left_out.get(name)
+        if reason is not None:
+            message = f"{name} cannot be loaded: {reason}"
+            return ApiError(503, message, param="model", code="model_not_loaded")
         names = [repr(known) for model in self.models for known in model.model_names]
         known = ", ".join(names[:_LISTED_NAMES])
         more = f" and {len(names) - _LISTED_NAMES} more" if len(names) > _LISTED_NAMES else ""
@@ -286,8 +294,10 @@ class Service:
     async def _look_at_models(self, residency: Residency) -> None:
         """Predict what each takes; one that cannot be served is left out."""
         self.models = [model for model in self.models if await self.enter(residency, model)]
-        if not self.models:
-            self._failure = ConfigError("there is no model that can be served: the log says why")
+        try:
+            residency.check_models()
+        except ConfigError as error:
+            self._failure = error
             self._state = State.FAILED
             self.has_ended.set()
             return
@@ -301,10 +311,16 @@ class Service:
         try:
             need = await asyncio.to_thread(model.source.need)
         except (QuireError, OSError) as error:
-            log("model_left_out", logging.ERROR, model=model.name, error=str(error))
+            self.leave_out(model.name, error)
             return False
+        self.left_out.pop(model.name, None)
         residency.enter(model, need)
         return True
+
+    def leave_out(self, name: str, error: Exception) -> None:
+        """A model cannot be served; requests for it are told why."""
+        log("model_left_out", logging.ERROR, model=name, error=str(error))
+        self.left_out[name] = str(error)
 
     def new_model(self, source: ModelSource) -> ModelService:
         """One that is not served yet, with the options of now."""
@@ -375,8 +391,10 @@ class Service:
 
     @property
     def num_worker_restarts(self) -> int:
-        """Workers that died and were replaced, of models that are loaded."""
-        return sum(model.loaded.num_restarts for model in self.models if model.loaded is not None)
+        """Workers that died and were replaced, of all models that were ever loaded."""
+        left = [] if self.residency is None else list(self.residency.leaving)
+        loaded = [model.loaded for model in (*self.models, *left)]
+        return self.num_past_restarts + sum(llm.num_restarts for llm in loaded if llm is not None)
 
     def record(self, event: str, **about: object) -> None:
         """Into the audit log, where there is one."""
@@ -406,9 +424,17 @@ class Service:
             self._hurry.set()  # asked twice: do not wait
             return
         self._is_draining = True
-        await self.jobs.stop()
-        await self.background.stop()
-        await self._control.aclose()
+        try:
+            for stop in (self.jobs.stop, self.background.stop, self._control.aclose):
+                try:
+                    await stop()
+                except Exception:  # a bug: running requests still finish
+                    LOGGER.exception("drain_failed")
+            await self._drain_models()
+        finally:
+            self.has_ended.set()
+
+    async def _drain_models(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
         if self.residency is not None:
@@ -416,7 +442,6 @@ class Service:
         # A model that is no longer served may have requests that run.
         left = () if self.residency is None else self.residency.leaving
         await asyncio.gather(*(model.drain(self._hurry) for model in (*self.models, *left)))
-        self.has_ended.set()
 
     def give_up(self, reason: str) -> None:
         """End: nothing computes any more, and whoever started this process knows why."""
@@ -442,18 +467,28 @@ class Service:
                 f"the server has several models: `quire reload` without {asked.model} loads those "
                 "anew that are loaded"
             )
-        self._config = asked.config or self._config
-        count = 0
-        for model in list(self.models):
+        config = asked.config or self._config
+        wanted = {
+            model: replace(make(model.source.model, config), names=model.model_names)
+            for model in self.models
+        }
+        self._config = config
+        count, refused = 0, []
+        for model, replacement in wanted.items():
             while model.state is State.LOADING:  # as it was before
                 await asyncio.sleep(_LOOK_S)
-            wanted = replace(make(model.source.model, self._config), names=model.model_names)
-            if model.loaded is not None:
-                say(await model.replace(wanted, say))
+            if model.loaded is None:
+                model.renew(replacement)
+                continue
+            try:
+                say(await model.replace(replacement, say))
                 count += 1
-            else:
-                model.renew(wanted)
-        return f"{count} of {len(self.models)} models were loaded, and are so anew"
+            except (QuireError, OSError) as error:  # it is as it was; the others are loaded anew
+                refused.append(f"{model.name} is as it was: {error}")
+        done = f"{count} of {len(wanted)} models were loaded, and are so anew"
+        if refused:
+            raise ConfigError("; ".join([done, *refused]))
+        return done
 
     async def replace_model(self, wanted: Replacement, say: Say) -> str:
         """Serve another model instead of the first, or the same one otherwise, and end no stream;

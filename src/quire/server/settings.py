@@ -2,6 +2,7 @@
 
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ _COUNTS = (
     *("max_file_bytes", "max_job_bytes", "max_jobs", "max_job_lines"),
     *("max_idempotency_keys", "max_idempotency_bytes"),
 )
+_ALLOWED_HOST = re.compile(r"\*|[\w.-]+")
 _TIMES = (
     *("header_timeout_s", "body_timeout_s", "unread_timeout_s", "linger_timeout_s"),
     *("keep_alive_s", "ping_interval_s", "max_stored_days"),
@@ -87,9 +89,13 @@ class ServerSettings:
             raise ConfigError(f"drain_timeout_s must be 0 or more, got {self.drain_timeout_s}")
         bandwidth = self.memory_bandwidth
         if bandwidth is not None and not 0 < bandwidth < math.inf:
-            raise ConfigError(f"memory_bandwidth must be a number above 0, got {bandwidth}")
+            raise ConfigError(
+                f"memory_bandwidth must be a number above 0, got {bandwidth / 1e9:g} GB/s"
+            )
         if self.tls_key is not None and self.tls_cert is None:
             raise ConfigError("a TLS key needs its certificate: give --tls-cert too")
+        for host in self.allowed_hosts:
+            _check_allowed_host(host)
         for origin in self.cors_origins:
             _check_origin(origin)
         if self.otlp_endpoint is not None:
@@ -114,6 +120,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _check_allowed_host(host: str) -> None:
+    if not _ALLOWED_HOST.fullmatch(host):
+        raise ConfigError(
+            f"allowed host {host!r:.100}: expected a name such as llm.example.com, without a port, "
+            "or * for every name; several are given by --allowed-host several times"
+        )
 
 
 def _check_collector(url: str) -> None:

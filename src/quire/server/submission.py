@@ -161,7 +161,9 @@ async def submit_all(
     stream: bool,
     pooling: bool = False,
 ) -> list[Stream]:
-    """Queue all prompts in one turn of the event loop, if the key's quota admits them; or none."""
+    """Queue all prompts in one turn of the event loop, if the key's quota admits them; or none. A
+    503 where the server has begun to end since the body was read."""
+    _ = service.llm
     call.quota = service.meter.admit(call.key, demand_of(prompts, pooling=pooling))
     submit = partial(
         llm.submit,

@@ -41,8 +41,11 @@ _BOUNDS: Mapping[str, Callable[[Details], str]] = {
     "string_too_long": lambda context: f"at most {_characters(context['max_length'])} long",
     "too_short": lambda context: f"at least {context['min_length']} long",
     "too_long": lambda context: f"at most {context['max_length']} long",
-    "string_pattern_mismatch": lambda context: f"a text that matches {context['pattern']}",
+    "string_pattern_mismatch": lambda _: 'a token id, such as "50"',  # the one pattern: TokenText
 }
+
+
+_OF_NAME = ("[key]",)  # ends the path of an error about a name in an object
 
 
 def validation_error(error: ValidationError) -> ApiError:
@@ -74,6 +77,8 @@ def name_of(path: Sequence[str | int]) -> str | None:
 def _path(error: Any) -> list[str | int]:
     """Names and indices, without the members of unions that pydantic tried."""
     steps: Sequence[str | int] = error["loc"]
+    if tuple(steps[-1:]) == _OF_NAME:
+        steps = steps[:-2]  # the object that has the name
     is_unknown = error["type"] == UNKNOWN
     return [
         step
@@ -100,8 +105,9 @@ def _complaint(errors: Sequence[Any]) -> str:
             expected[_KINDS[kind] if kind in _KINDS else _BOUNDS[kind](context)] = None
         else:
             return str(error["msg"])  # our own words
-    given = "a name in it" if errors[0]["loc"][-1:] == ("[key]",) else _shown(errors[0]["input"])
-    return f"must be {_listed(list(expected))}, got {given}{hint}"
+    of_name = "has a name that " if errors[0]["loc"][-1:] == _OF_NAME else ""
+    given = _shown(errors[0]["input"])
+    return f"{of_name}must be {_listed(list(expected))}, got {given}{hint}"
 
 
 def _choices(expected: str) -> list[str | bool]:

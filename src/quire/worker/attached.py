@@ -12,6 +12,8 @@ from quire.worker.launch import Launcher, emit
 class AttachedWorker:
     """Ends, for this process, when its channel does; whoever started it replaces it."""
 
+    is_own = False
+
     def __init__(self, channel: socket.socket) -> None:
         self.socket = channel
 

@@ -28,6 +28,7 @@ class Worker(Protocol):
     """A worker that has loaded its model, and our end of its channel."""
 
     socket: socket.socket
+    is_own: bool  # whether this process started it, and says of its death
 
     @property
     def pid(self) -> int: ...
@@ -56,6 +57,8 @@ class Launcher(Protocol):
 
 class WorkerProcess:
     """A worker that was started, and our end of its channel."""
+
+    is_own = True
 
     def __init__(self, command: Sequence[str], listener: socket.socket | None = None) -> None:
         self.socket, theirs = socket.socketpair()

@@ -432,10 +432,7 @@ class RemoteEngine:
     async def _recover(self) -> None:
         self._run(self._expire())
         ended = await asyncio.to_thread(self.worker.end)
-        started = [record for record in self._records.values() if record.is_started]
-        fields = {"reason": ended, "requests": len(self._records), "running": len(started)}
-        extra = {"event": "worker_died", "fields": fields}
-        _log.error("the worker died: %s; %d requests wait", ended, len(self._records), extra=extra)
+        self._log_death(ended)
         suspects = self._suspects()
         if self._dies_of_itself(bool(suspects)):
             words = await asyncio.to_thread(self.worker.last_words) or "nothing"
@@ -462,6 +459,7 @@ class RemoteEngine:
         elif await self._started_anew():
             self.num_restarts += 1
             self._resubmit()
+            self._log_restart()
 
     def _suspects(self) -> list[Record]:
         """Which requests may have ended the worker: those in its batch, and those that it was
@@ -558,9 +556,28 @@ class RemoteEngine:
             self._send(command)
         self._is_alone = True  # until _probe_next() says otherwise
         self._probe_next()
-        fields = {"pid": self.worker.pid, "requests": len(self._records)}
-        extra = {"event": "worker_restarted", "fields": fields}
-        _log.warning("another worker runs; %d requests go on", len(self._records), extra=extra)
+
+    def _log_death(self, ended: str) -> None:
+        """As the worker's own where this process started it: a death is said once."""
+        count = len(self._records)
+        running = sum(record.is_started for record in self._records.values())
+        fields = {"reason": ended, "requests": count, "running": running}
+        if self.worker.is_own:
+            extra = {"event": "worker_died", "fields": fields}
+            _log.error("the worker died: %s; %d requests wait", ended, count, extra=extra)
+        else:
+            extra = {"event": "channel_lost", "fields": fields}
+            _log.info("the channel to the worker is lost; %d requests wait", count, extra=extra)
+
+    def _log_restart(self) -> None:
+        count = len(self._records)
+        if self.worker.is_own:
+            fields = {"pid": self.worker.pid, "requests": count}
+            extra = {"event": "worker_restarted", "fields": fields}
+            _log.warning("another worker runs; %d requests go on", count, extra=extra)
+        else:
+            extra = {"event": "channel_restored", "fields": {"requests": count}}
+            _log.info("another worker's channel is there; %d requests go on", count, extra=extra)
 
     def _probe_next(self) -> None:
         """Run the next likely cause, once the last one got a token or ended. One that was probed

@@ -135,6 +135,9 @@ def test_files_are_checked_when_they_are_uploaded(client: openai.OpenAI) -> None
             client.files.create(file=("a.jsonl", content), purpose="batch")
     with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
         client.files.create(file=("a.jsonl", b"{}\n"), purpose="fine-tune")
+    with pytest.raises(openai.BadRequestError, match="files of requests; it is missing"):
+        form: Any = {"headers": {"Content-Type": "multipart/form-data"}}
+        client.post("/files", body={}, files={"file": b"{}\n"}, options=form, cast_to=object)
     with pytest.raises(openai.BadRequestError, match="there is no file"):
         client.batches.create(input_file_id="file-x", endpoint=CHAT, completion_window="24h")
     with pytest.raises(openai.BadRequestError, match="completion_window"):

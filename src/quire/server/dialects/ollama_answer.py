@@ -32,6 +32,7 @@ from quire.server.dialects.ollama_body import (
     chat_of_prompt,
     completion_of,
     keep_seconds,
+    model_name,
 )
 from quire.server.errors import ApiError, ErrorShape
 from quire.server.generation import answer_conversation, answer_text
@@ -276,6 +277,7 @@ def keep_loaded(service: ModelService, body: OllamaFields) -> None:
 
 
 def _check(service: ModelService, body: AnswerFields) -> None:
+    service.check_model(model_name(body.model))
     keep_loaded(service, body)
     options = body.options
     if options is None:

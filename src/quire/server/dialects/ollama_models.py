@@ -141,11 +141,11 @@ _FAR_AWAY = "2318-01-01T00:00:00Z"  # a time: clients count with it
 
 class ModelDetails(BaseModel):
     parent_model: str = ""
-    format: str = ""
+    format: str = Field(description="gguf or safetensors; empty of a model made in memory")
     family: str
     families: list[str]
     parameter_size: str
-    quantization_level: str = ""
+    quantization_level: str = Field(description="a mix, or the format of most of its weights")
 
 
 class OllamaModel(BaseModel):
@@ -229,7 +229,11 @@ def _time(at: float) -> str:
 
 def _details(llm: OnlineModel | MemoryNeed) -> ModelDetails:
     return ModelDetails(
-        family=llm.family, families=[llm.family], parameter_size=_short(llm.num_parameters)
+        format=llm.form.format,
+        family=llm.family,
+        families=[llm.family],
+        parameter_size=_short(llm.num_parameters),
+        quantization_level=llm.form.quantization,
     )
 
 

@@ -249,7 +249,8 @@ def _checked_form(form: FormData) -> _Upload:
     if not isinstance(file, UploadFile):
         raise ApiError(400, "a file is needed", param="file")
     if purpose != INPUT:
-        message = f"purpose must be {INPUT!r}: quire keeps files of requests; got {purpose!r:.100}"
+        given = "it is missing" if purpose is None else f"got {purpose!r:.100}"
+        message = f"purpose must be {INPUT!r}: quire keeps files of requests; {given}"
         raise ApiError(400, message, param="purpose")
     anchor, seconds = (form.get(f"expires_after[{name}]") for name in ("anchor", "seconds"))
     if anchor is None and seconds is None:
