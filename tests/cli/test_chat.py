@@ -60,6 +60,19 @@ def test_clear_begins_a_new_conversation(text_model: Path) -> None:
     assert first == second
 
 
+def test_an_unknown_command_is_no_message(text_model: Path) -> None:
+    [answer] = expected_answers(text_model, ["hi"], None)
+    run = quire("chat", "--model", text_model, *FLAGS, stdin="/quit\nhi\n")
+    assert (run.code, run.out) == (1, answer + "\n")
+    assert run.err.startswith("quire: there is no command /quit: /clear begins anew, /exit (or")
+
+
+def test_a_message_may_begin_with_a_slash(text_model: Path) -> None:
+    [answer] = expected_answers(text_model, ["/etc/hosts holds what?"], None)
+    run = quire("chat", "--model", text_model, *FLAGS, stdin="/etc/hosts holds what?")
+    assert (run.code, run.out, run.err) == (0, answer + "\n", "")
+
+
 def test_a_message_that_does_not_fit_is_refused_and_the_conversation_goes_on(
     text_model: Path,
 ) -> None:
@@ -78,7 +91,10 @@ def test_bytes_that_are_no_text_do_not_end_the_conversation(text_model: Path) ->
 
 def test_a_model_that_cannot_chat_says_so() -> None:
     error = fails("chat", "--model", fixture_file("tiny/Q4_0.gguf"), stdin="hi\n")
-    assert error == "quire: this model has no tokenizer, so it cannot chat; use generate\n"
+    assert error == (
+        "quire: this model has no tokenizer, so it cannot chat: it completes token ids "
+        "(LLM.generate, quire generate --prompt-tokens, /v1/completions)\n"
+    )
 
 
 def test_a_wrong_flag_is_said_before_anything_is_loaded() -> None:

@@ -11,7 +11,7 @@ from tests.drawn_families import write_drawn
 from tests.fixture_files import FIXTURES, fixture_file
 from tests.llm.text_models import write_changed_model, write_text_model
 
-from quire.model.spec import LOWERED, Feature
+from quire.model.features import LOWERED, Feature
 
 TINY = fixture_file("tiny/Q4_K_M.gguf")
 

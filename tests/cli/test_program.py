@@ -95,14 +95,31 @@ def test_every_command_has_the_functions_that_the_table_names(command: Command) 
         ["generate", "--prompt", "x", "--logprobs", "2"],
         ["chat", "extra"],
         ["inspect", "a", "b"],
+        ["bench", "throughput", "--nonsense"],
+        ["ray", "serve", "--nonsense"],
     ],
 )
 def test_a_wrong_call_says_how_it_is_done_and_exits_with_2(arguments: list[str]) -> None:
+    """In two lines, of its own command."""
     run = quire(*arguments)
     assert run.code == 2
     assert run.out == ""
-    assert run.err.startswith("usage: quire")
-    assert "error: " in run.err
+    usage, error = run.err.splitlines()
+    command = " ".join(["quire", *arguments[: 2 if arguments[:1] in (["bench"], ["ray"]) else 1]])
+    assert usage.startswith(f"usage: {command} ")
+    assert error.startswith(f"{command}: error: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["generate", "What is gravity?"], "did you mean --prompt 'What is gravity?'?"),
+        (["generate", "--max-tokenz=3"], "did you mean --max-tokens?"),
+        (["chat", "model.gguf"], "did you mean --model model.gguf?"),
+    ],
+)
+def test_an_unknown_argument_is_met_with_what_it_may_mean(arguments: list[str], hint: str) -> None:
+    assert hint in quire(*arguments).err
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["generate", "--prompt", "hi", "--n", "8"]])
@@ -179,11 +196,11 @@ def test_an_input_that_is_closed_is_an_empty_one(
     assert (run.returncode, run.stderr) == ended
 
 
-def test_an_output_that_is_closed_or_full_is_no_accident() -> None:
-    closed = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND, "doctor"], capture_output=True)
+@pytest.mark.parametrize("arguments", [["doctor"], ["--help"], ["serve", "--help"]])
+def test_an_output_that_is_closed_or_full_is_no_accident(arguments: list[str]) -> None:
+    called = ["sh", *COMMAND, *arguments]
+    closed = subprocess.run(["sh", "-c", '"$@" >&-', *called], capture_output=True)
     assert (closed.returncode, closed.stderr) == (0, b"")
-    full = subprocess.run(
-        ["sh", "-c", '"$@" >/dev/full', "sh", *COMMAND, "doctor"], capture_output=True, text=True
-    )
+    full = subprocess.run(["sh", "-c", '"$@" >/dev/full', *called], capture_output=True, text=True)
     assert full.returncode == 1
     assert full.stderr == "quire: cannot write the output: No space left on device\n"

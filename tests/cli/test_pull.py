@@ -44,3 +44,4 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         "quire: gpt5 is neither a file or folder nor a known model (bitnet-2b, "
     )
     assert "smollm2, " in run.err and run.err.count("\n") == 1
+    assert quire("inspect", "").err.startswith("quire: '' is neither a file or folder nor a known")

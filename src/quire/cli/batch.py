@@ -44,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     written = target.with_name(target.name + ".jsonl") if is_table else target
     if is_table and target.exists() and not written.exists() and not args.restart:
         raise ConfigError(f"{target} is there and whole; say --restart to write it anew")
-    if _is_standard_output(written):
+    if str(target) == "-" or _is_standard_output(written):
         raise ConfigError(f"{target} is standard output, where the summary goes: name a file")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: there is no folder {target.parent}; make it first")
     can_be_read_twice = not (source.is_fifo() or source.is_char_device())
     total = num_lines_of(source) if table is None and can_be_read_twice else None
     lines = lines_of(source) if table is None else table.lines()

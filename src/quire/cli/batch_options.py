@@ -26,11 +26,18 @@ examples:
 """
 
 
+def _input_path(text: str) -> Path:
+    return Path("/dev/stdin" if text == "-" else text)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.add_argument(
-        "input", type=Path, metavar="INPUT", help="JSONL, or with pyarrow .parquet or .csv"
+        "input",
+        type=_input_path,
+        metavar="INPUT",
+        help="JSONL (- for standard input), or with pyarrow .parquet or .csv",
     )
     parser.add_argument(
         "output", type=Path, metavar="OUTPUT", help="JSONL, or with pyarrow .parquet or .csv"

@@ -7,6 +7,7 @@ import asyncio
 import importlib
 import io
 import json
+import re
 import sys
 import time
 from contextlib import suppress
@@ -298,6 +299,7 @@ def _prepared(args: argparse.Namespace, prompts: "PromptReader", prompt: "Prompt
 # ---- quire chat
 
 
+_COMMAND = re.compile("/[a-z]+")  # a line that is no message; "/" in one is the user's
 _CHAT_HELP = "/clear begins anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 _CHAT_EPILOG = f"""\
 {_CHAT_HELP}.
@@ -361,6 +363,9 @@ class _Chat:
                     self._clear()
                 case "/help":
                     print_status(_CHAT_HELP)
+                case command if _COMMAND.fullmatch(command):
+                    print_error(f"there is no command {command}: {_CHAT_HELP}")
+                    code = 1
                 case message:
                     code |= self._say(message)
         return 0 if self._is_interactive else code

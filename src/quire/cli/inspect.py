@@ -122,6 +122,8 @@ def _model_lines(facts: ModelFacts) -> list[str]:
         lines.append(f"sliding windows of {', '.join(map(str, facts.sliding_windows))} tokens")
     if facts.num_experts is not None:
         lines.append(f"{facts.num_experts} experts, {facts.num_used_experts} for each token")
+    for kind, count in facts.state_layers.items():
+        lines.append(f"{count} of {facts.num_layers} layers keep a state: {kind}")
     lines += [f"not on {name}: {', '.join(what)}" for name, what in facts.lacking.items()]
     return lines
 
@@ -201,7 +203,8 @@ def _cpu_lines(forecast: CpuForecast) -> list[str]:
     return [
         f"cpu executor: weights {format_bytes(forecast.weights)} packed, keys and values "
         f"{format_bytes(forecast.kv_per_token)} a token "
-        f"({format_bytes(forecast.kv_per_token_int8)} as int8)",
+        f"({format_bytes(forecast.kv_per_token_int8)} as int8)"
+        + (f", a state of {format_bytes(forecast.state)} a sequence" if forecast.state else ""),
         f"              {format_bytes(forecast.peak)} at most in memory with one whole context",
     ]
 

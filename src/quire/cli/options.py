@@ -730,7 +730,7 @@ the new ones. Where the new worker cannot be started, the old one goes on servin
 
 def add_reload_options(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Have a running `quire serve` of the same user start a new worker with other weights, "
+        "Have a running `quire serve` of the same user start a new worker with other weights,\n"
         "settings or another version of quire, and let its requests go on."
     )
     parser.epilog = _RELOAD_EPILOG

@@ -1,14 +1,16 @@
 """The program `quire`: finds the command, runs it, prints, and turns errors into one line."""
 
 import argparse
+import difflib
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from quire.core.errors import QuireError
 
@@ -153,7 +155,7 @@ def _open_closed_streams() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        args = _parsed(arguments)
+        args = _parser().parse_args(arguments)
         _find_model(args)
         _begin_reading(args)
         code: int = resolve_name(COMMANDS[args.command].run)(args)
@@ -164,6 +166,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if error.filename is None and error.errno == errno.ENOSPC:
             raise  # the output's disk is full
         return _unexpected(error)
+    except SystemExit as error:  # of argparse, which has printed help or what is wrong
+        return error.code if isinstance(error.code, int) else 0
     except KeyboardInterrupt:
         return INTERRUPTED
     except QuireError as error:
@@ -174,17 +178,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         return _missing(error, arguments)
     except Exception as error:
         return _unexpected(error)
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """With models between options, which argparse takes for unknown once it has had one."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(arguments)
-    if rest and (args.command != "serve" or any(each.startswith("-") for each in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.more_models = [*args.more_models, *rest]
-    return args
 
 
 def _find_model(args: argparse.Namespace) -> None:
@@ -225,7 +218,7 @@ def _unexpected(error: Exception) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="quire",
         description="Run many text-generation requests through one language model together.",
         epilog=_EPILOG,
@@ -233,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and leave")
     subparsers = parser.add_subparsers(
-        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+        dest="command", metavar="COMMAND", required=True, parser_class=CommandParser
     )
     for name, command in COMMANDS.items():
         subparsers.add_parser(
@@ -245,7 +238,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """argparse itself ignores that help cannot be written."""
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
+
+class CommandParser(_Parser):
     """A command's parser, which gets its options once the command line names the command."""
 
     def __init__(self, *, command: Command | None = None, **more: Any) -> None:
@@ -253,10 +255,34 @@ class _CommandParser(argparse.ArgumentParser):
         self._pending = command  # None for subcommands, which a command's options bring
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What is unknown is said here: the program's own parser would show its own usage."""
         command, self._pending = self._pending, None
         if command is not None:
             resolve_name(command.options)(self)
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        if "more_models" in found and not any(each.startswith("-") for each in rest):
+            # Models between options, which argparse takes for unknown once it has had one.
+            found.more_models, rest = [*found.more_models, *rest], []
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest[0])}")
+        return found, rest
+
+    def _hint(self, unknown: str) -> str:
+        """What the first unknown argument may have been meant as."""
+        known = self._option_string_actions
+        if unknown.startswith("-"):
+            near = difflib.get_close_matches(unknown.partition("=")[0], known, 1)
+            return f" (did you mean {near[0]}?)" if near else ""
+        flag = next((flag for flag in ("--prompt", "--model") if flag in known), None)
+        return "" if flag is None else f" (did you mean {flag} {shlex.quote(unknown)}?)"
+
+    def error(self, message: str) -> NoReturn:
+        """With a usage of one line: there are dozens of options."""
+        formatter = self.formatter_class(prog=f"{self.prog} [options]")
+        formatter.add_usage(None, self._get_positional_actions(), [])
+        usage = formatter.format_help().strip()
+        help_ = f"`{self.prog} --help` lists the options"
+        self.exit(2, f"{usage}\n{self.prog}: error: {printable(message)}; {help_}\n")
 
 
 class _Version(argparse.Action):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pkgutil import resolve_name
 
 from quire.cli.options import add_serve_options
+from quire.cli.program import CommandParser
 from quire.core.errors import ConfigError
 
 _EPILOG = """\
@@ -70,7 +71,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def serve_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="quire ray serve", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_serve_options(parser)
