@@ -134,6 +134,12 @@ def test_a_name_can_be_allowed(text_model: Path) -> None:
         assert server.get("/health", {"Host": "other.example.com"}).status == 403
 
 
+def test_names_are_the_same_in_any_case(text_model: Path) -> None:
+    with fake_server(text_model, allowed_hosts=("LLM.Example.com",)) as server:
+        assert server.get("/health", {"Host": "llm.example.COM"}).status == 200
+        assert server.get("/health", {"Host": "example.com"}).status == 403
+
+
 @pytest.mark.parametrize("host", ["a b", "", "llm.example.com:80", "a,b", "https://a"])
 def test_a_name_that_no_host_can_have_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match="expected a name such as llm"):

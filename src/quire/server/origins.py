@@ -33,8 +33,8 @@ def check_host(headers: Headers, settings: ServerSettings) -> None:
     if len(given) != 1:
         raise ApiError(400, f"one Host header is needed, got {len(given)}", code="host")
     host = _host_name(given[0])
-    known = (settings.host, "localhost", *settings.allowed_hosts)
-    if host is None or not (_is_address(host) or host in known or "*" in settings.allowed_hosts):
+    known = {name.lower() for name in (settings.host, "localhost", *settings.allowed_hosts)}
+    if host is None or not (_is_address(host) or host in known or "*" in known):
         raise ApiError(
             403,
             f"this server does not go by the name {given[0]!r:.100}; name it with --allowed-host",
