@@ -163,8 +163,14 @@ def random_prompts(load: Load, vocabulary_size: int, seed: int) -> list[list[int
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
-def run_load(assembly: Assembly, load: Load, seed: int, params: SamplingParams = GREEDY) -> Run:
-    """Take a load through a new engine over the loaded model; an ExecutorError if any fails."""
+def run_load(
+    assembly: Assembly,
+    load: Load,
+    seed: int,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+) -> Run:
+    """Take a load through a new engine over the loaded model; an ExecutorError if any fails.
+    `params`: of every request, or of one after the other."""
     recorder = StepRecorder(assembly.executor, load.prompt_tokens)
     engine = replace(assembly, executor=recorder).new_engine()
     prompts = random_prompts(load, assembly.spec.vocabulary_size, seed)
@@ -210,17 +216,18 @@ def _drive(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     run: Run,
-    params: SamplingParams = GREEDY,
+    params: SamplingParams | Sequence[SamplingParams] = GREEDY,
 ) -> None:
     load = run.load
-    params = replace(params, max_tokens=load.new_tokens)
-    waiting = list(reversed(prompts))
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    sized = [replace(own, max_tokens=load.new_tokens) for own in each]
+    waiting = list(reversed(list(zip(prompts, sized, strict=True))))
     last_at: dict[str, float] = {}  # when a live request arrived, or its last token came
     begun: set[str] = set()  # of which tokens have come
     started = time.perf_counter()
     while waiting or engine.has_work:
         while waiting and len(last_at) < (load.concurrency or load.num_requests):
-            request = engine.add_request(waiting.pop(), params, stream=True)
+            request = engine.add_request(*waiting.pop(), stream=True)
             last_at[request.id] = time.perf_counter()
         for event in engine.step():
             now = time.perf_counter()

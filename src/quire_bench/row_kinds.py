@@ -2,7 +2,7 @@
 that all of them may be given."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from quire.core.sampling import Constraint
@@ -19,6 +19,14 @@ _ITEM_SCHEMA = {
     "additionalProperties": False,
 }
 _SCHEMA = {"type": "array", "items": _ITEM_SCHEMA}
+_KINDS_OF_VALUES: Sequence[Mapping[str, Any]] = (
+    {"type": "string", "maxLength": 24},
+    {"type": "integer", "minimum": 0, "maximum": 100_000},
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+    {"type": "boolean"},
+    {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{4}$"},
+    {"anyOf": [{"type": "null"}, {"type": "number"}]},
+)
 _NAMES = ("Lena", "a longer name with several words", "naïve “quotes”", "x")
 _LEAST_TOKENS = 8  # of an item, whatever the tokenizer
 
@@ -35,6 +43,23 @@ def document(num_tokens: int) -> str:
         for index in range(num_tokens // _LEAST_TOKENS + 4)
     ]
     return json.dumps(items, ensure_ascii=False)
+
+
+def own_schema(number: int, num_tokens: int) -> str:
+    """A schema with properties and kinds of values of its own, of which no text is shorter than so
+    many tokens."""
+    count = len(_KINDS_OF_VALUES)
+    properties = {
+        f"field_{number}_{place}": _KINDS_OF_VALUES[(number + place) % count]
+        for place in range(3 + number % count)
+    }
+    item = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return json.dumps({"type": "array", "items": item, "minItems": num_tokens})
 
 
 class Kind(NamedTuple):
