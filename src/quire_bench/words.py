@@ -25,9 +25,7 @@ class WordTokenizer:
         """Nothing for what stands beyond the vocabulary for the end of a text."""
         return self._tokens[token] if token < len(self._tokens) else b""
 
-    def encode(
-        self, text: str, *, add_special: bool = True, parse_special: bool = True
-    ) -> list[int]:
+    def encode(self, text: str, **_flags: bool) -> list[int]:
         """The longest token first; none is special."""
         rest, found = text.encode(), []
         while rest:

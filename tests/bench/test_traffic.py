@@ -76,10 +76,13 @@ def test_the_table_marks_what_misses_its_goal() -> None:
         "goal": None,
     }
     near: Figures = {**figures, "of_greedy": None, "rival": 1000, "times_rival": 1.2, "goal": 1.1}
-    _, slow, fast = table({"slow": figures, "fast": near})
+    held: Figures = {**figures, "of_greedy": 0.91}
+    rows = {"sampled": figures, "greedy": near, "constrained": held}
+    _, slow, fast, constrained = table(rows)
     assert slow.endswith("missed") and "1,234" in slow
     assert not fast.endswith("missed")
-    [_, alone] = table({"slow": figures})
+    assert not constrained.endswith("missed"), "its goal is 0.9"
+    [_, alone] = table({"sampled": figures})
     assert not alone.endswith("missed"), "a model without goals"
 
 
@@ -98,6 +101,20 @@ def test_the_command_keeps_one_receipt(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_row_longer_than_the_context_is_told_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match=r"long 1 x \(32768 \+ 64\) does not fit .* 8192"):
         check_context([Row("greedy", Load(1, 8000, 192)), Row("long", Load(1, 32_768, 64))], 8192)
+
+
+def test_constrained_rows_have_a_schema_each_and_a_vocabulary_where_the_model_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [row, _] = rows_of("dummy:tiny", ("constrained",))
+    assert not isinstance(row.params, SamplingParams)
+    assert len({own.structured for own in row.params}) == 16
+    words = ["bench", "traffic", "--model", "dummy:tiny", "--device", "reference", "--repeats", "1"]
+    words += ["--rows", "greedy,constrained", "--short", "0.05", "--receipts", str(tmp_path)]
+    assert main(words) == 0
+    [path] = tmp_path.iterdir()
+    results = json.loads(path.read_text())["results"]
+    assert 0 < results["constrained 16 x (6 + 12)"]["of_greedy"] < 2
 
 
 def test_no_runs_at_all_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,7 +102,7 @@ class Grammars:
 
     def start_masks(self, at_once: bool = False) -> None:
         """Begin with the masks that were promised since the last call; on the engine's thread.
-        `at_once`: have those that llguidance's threads compute when this returns."""
+        `at_once`: llguidance's threads are at theirs when this returns."""
         self._threads.start(at_once=at_once)
 
     def _compiled(self, constraint: Constraint) -> CompiledGrammar:

@@ -2,10 +2,11 @@
 
 Masks that are promised while a step is planned are computed when it is submitted: in one call by
 llguidance's own threads (MaskPool), which need no GIL. Those that follow a token of the step before
-are computed as soon as it is known, while the engine's thread waits for that call. How long each
-one took is unknown then, so those of a call that took long are computed alone the next time, by a
-few threads of ours. A grammar whose masks take long has them computed by a thread of low priority,
-and has no row in a step until its mask is there: the step's other rows would wait for it.
+are begun as soon as it is known: a step's time depends on them, so the engine's thread waits until
+that call runs, and plans the next step meanwhile. How long each one took is unknown then, so those
+of a call that took long are computed alone the next time, by a few threads of ours. A grammar whose
+masks take long has them computed by a thread of low priority, and has no row in a step until its
+mask is there: the step's other rows would wait for it.
 """
 
 import os
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 # Below two there is no pool: on few processors masks one by one disturb the step's layers less.
-NUM_POOL_THREADS = min(8, (os.cpu_count() or 1) // 2)
+NUM_POOL_THREADS = min(16, (os.cpu_count() or 1) * 3 // 4)
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
 _SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
+_CALLS_AT_ONCE = 2  # of new rows, and of rows that follow
 _CALLS_REMEMBERED = 4  # two steps may be under way, each with masks of two calls
 _new_tuple = tuple.__new__  # skips the Python call that a named tuple's constructor is
 
@@ -147,10 +149,12 @@ class MaskPool:
         self._end_bits = np.array([1 << bit for _, bit in ends], np.uint8)
         self._earlier: deque[list[weakref.ref[Mask]]] = deque()  # of the last calls
 
-    def compute(self, masks: Sequence[Mask]) -> None:
-        """Make them all, which have matchers, in one call while the GIL is free."""
+    def compute(self, masks: Sequence[Mask], on_call: Callable[[], object] = bool) -> None:
+        """Make them all, which have matchers, in one call while the GIL is free; `on_call` right
+        before it."""
         bits = np.empty((len(masks), self._num_words), np.int32)
         matchers = [(mask.matcher, row) for row, mask in enumerate(masks) if mask.matcher]
+        on_call()
         started = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(
             matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
@@ -191,6 +195,7 @@ class MaskThreads:
         self._shared: list[Mask] = []  # promised, for one call
         self._shared_done = LazyEvent()
         self._queue: _Queue | None = None
+        self._calls: _Queue | None = None
         self._slow_queue: _Queue | None = None
 
     def promise(self, mask: Mask) -> None:
@@ -210,19 +215,21 @@ class MaskThreads:
         return mask
 
     def start(self, *, at_once: bool = False) -> None:
-        """`at_once`: make those of one call before it returns. A thread of ours would wait for
-        the GIL before that call and after it, while this one goes on."""
-        if not self._promised and not self._shared:
+        """`at_once`: the call for those of one call runs when this returns. Else a thread would
+        wait for the GIL before it, for as long as this one goes on."""
+        if self._shared and self.pool is not None:
+            if self._calls is None:
+                self._calls = _started(self, _CALLS_AT_ONCE, "quire-mask-calls")
+            done, self._shared_done = self._shared_done, LazyEvent()
+            shared, self._shared = self._shared, []
+            runs = threading.Event()
+            self._calls.put(partial(_compute_together, self.pool, shared, done, runs))
+            if at_once:
+                runs.wait()
+        if not self._promised:
             return
         if self._queue is None:
             self._queue = _started(self, NUM_THREADS, "quire-masks")
-        if self._shared and self.pool is not None:
-            done, self._shared_done = self._shared_done, LazyEvent()
-            shared, self._shared = self._shared, []
-            if not at_once:
-                self._queue.put(partial(_compute_together, self.pool, shared, done))
-            else:
-                _compute_now(self.pool, shared, done, self._queue)
         masks, self._promised = self._promised, []
         share = max(_SHARE, -(-len(masks) // NUM_THREADS))
         for first in range(0, len(masks), share):
@@ -240,31 +247,20 @@ def _compute_each(masks: Sequence[Mask]) -> None:
         mask.compute()
 
 
-def _compute_together(pool: MaskPool, masks: Sequence[Mask], done: LazyEvent) -> None:
+def _compute_together(
+    pool: MaskPool, masks: Sequence[Mask], done: LazyEvent, runs: threading.Event
+) -> None:
+    """`runs` is set as soon as most of the work needs no GIL."""
     try:
         if len(masks) == 1:
+            runs.set()
             masks[0].compute_alone()  # which says how long it took
         else:
-            pool.compute(masks)
-        done.set()
+            pool.compute(masks, runs.set)
     except BaseException:  # a panic in Rust is no Exception
-        _compute_alone(masks, done)
-
-
-def _compute_now(pool: MaskPool, masks: Sequence[Mask], done: LazyEvent, queue: _Queue) -> None:
-    """Where the call fails a thread computes each alone: this one's stack may be small."""
-    try:
-        pool.compute(masks)
-        done.set()
-    except BaseException as error:  # a panic in Rust is no Exception
-        queue.put(partial(_compute_alone, masks, done))
-        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
-            raise
-
-
-def _compute_alone(masks: Sequence[Mask], done: LazyEvent) -> None:
-    for mask in masks:
-        mask.compute_alone()
+        runs.set()
+        for mask in masks:
+            mask.compute_alone()
     done.set()
 
 

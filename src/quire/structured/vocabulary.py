@@ -8,6 +8,15 @@ from llguidance import LLTokenizer, TokenizerWrapper
 from quire.tokenizer import Tokenizer
 
 _MARK = b"\x02"
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # of a JSON string
+# Runs of characters by their length: a mask of a string that may have some more takes whole those
+# that are no longer. llguidance's own begin with 10, and the last characters of a string with a
+# maxLength took up to a millisecond.
+_SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{length}}}" for length in (3, 6, 10, 30)),
+    _CHARACTER + "+",
+)
 _LONGEST_KEPT = 64  # bytes of a text
 _MAX_KEPT = 16384
 
@@ -84,4 +93,4 @@ def load_vocabulary(
     """`vocabulary_size` counts rows of the embedding; those beyond the tokenizer's are padding."""
     size = max(vocabulary_size, *(token + 1 for token in end_token_ids))
     wrapper = TokenizerWrapper(Vocabulary(tokenizer, size, end_token_ids))
-    return LLTokenizer(wrapper, n_vocab=size, eos_token=list(end_token_ids))
+    return LLTokenizer(wrapper, size, eos_token=list(end_token_ids), slices=list(_SLICES))
