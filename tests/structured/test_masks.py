@@ -1,5 +1,6 @@
 """Masks: computed once they are started, by threads; slow grammars are known for it."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -130,7 +131,7 @@ def digits_grammars(count: int) -> tuple[grammars.Grammars, list[MatcherGrammar]
     made = grammars_of(tokenizer)
     found = []
     for index in range(count):
-        constraint = Constraint.regex(f"[0-9][0-{index % 10}]{{2,{index + 3}}}")
+        constraint = Constraint.regex(f"[0-9][0-{index % 9 + 1}]{{2,{index + 3}}}")
         found.append(made(SamplingParams(structured=constraint)))
         found[-1].accept(digits[0])
     return made, found, digits
@@ -158,7 +159,7 @@ def test_masks_of_a_step_are_made_in_one_call_that_needs_no_thread_of_ours_for_e
     pending = promised_masks(made, found)
     assert len(pending) == 12
     for index, mask in enumerate(pending):
-        assert tokens_in(mask.result()) == sorted(digits[: index % 10 + 1])
+        assert tokens_in(mask.result()) == sorted(digits[: index % 9 + 2])
         assert mask.failure is None
     assert not alone
 
@@ -170,7 +171,7 @@ def test_a_mask_that_is_not_used_for_some_calls_keeps_a_copy_and_not_all_of_its_
         grammar.accept(digits[0])
     held, *_ = promised_masks(made, found, at_once=True)
     bits = held.result()
-    assert tokens_in(bits) == digits[:1]
+    assert tokens_in(bits) == digits[:2]
     for _ in range(6):
         place = held.row()
         assert place is None or place.bits[place.row].tobytes() == bits
@@ -233,7 +234,7 @@ def test_where_the_call_fails_each_mask_is_made_alone(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(masks.MaskPool, "compute", fail)
     for index, mask in enumerate(promised_masks(made, found)):
-        assert tokens_in(mask.result()) == sorted(digits[: index + 1])
+        assert tokens_in(mask.result()) == sorted(digits[: index + 2])
 
 
 def test_the_call_for_masks_that_a_step_waits_for_runs_when_it_was_begun(
@@ -251,7 +252,7 @@ def test_the_call_for_masks_that_a_step_waits_for_runs_when_it_was_begun(
     monkeypatch.setattr(masks.MaskPool, "compute", slow)
     promised = promised_masks(made, found, at_once=True)
     order.append("begun")
-    assert [tokens_in(mask.result()) for mask in promised] == [[digits[0]], digits[:2], digits[:3]]
+    assert [tokens_in(mask.result()) for mask in promised] == [digits[:2], digits[:3], digits[:4]]
     assert order == ["called", "begun"]
 
 
@@ -272,8 +273,57 @@ def test_where_the_call_at_once_fails_each_mask_is_made_by_a_thread_with_a_large
     monkeypatch.setattr(masks.MaskPool, "compute", fail)
     monkeypatch.setattr(MatcherGrammar, "_compute", noted)
     for index, mask in enumerate(promised_masks(made, found, at_once=True)):
-        assert tokens_in(mask.result()) == sorted(digits[: index + 1])
+        assert tokens_in(mask.result()) == sorted(digits[: index + 2])
     assert names == ["quire-mask-calls"] * 3
+
+
+SCHEMA = """{"type": "object", "properties": {"name of the thing": {"type": "string", "maxLength": 3
+}, 
+"is_new": {"type": "boolean"}}, "required": ["name of the thing", "is_new"]}"""
+
+
+@pytest.mark.parametrize("has_pool", [True, False])
+def test_what_must_come_is_asked_once_and_masked_as_llguidance_does(
+    monkeypatch: pytest.MonkeyPatch, *, has_pool: bool
+) -> None:
+    monkeypatch.setattr(grammars, "NUM_POOL_THREADS", 2 if has_pool else 1)
+    tokenizer = built(byte_level_metadata([("n", "a"), ("i", "s")], "gpt-2"))
+    made = grammars_of(tokenizer)
+    grammar = made(SamplingParams(structured=Constraint("json_schema", SCHEMA)))
+    plain = grammar._compiled.matcher.deep_copy()
+    num_forced = 0
+    text = b""
+    while not grammar.is_complete:
+        allowed = grammar.allowed()
+        made.start_masks(True)
+        mask = allowed if isinstance(allowed, bytes) else allowed.result()
+        expected = tokens_in(plain.compute_bitmask())
+        assert tokens_in(mask) == expected, text
+        num_forced += bool(grammar._forced)
+        token = expected[len(expected) // 2]
+        grammar.accept(token)
+        assert plain.consume_token(token)
+        text += tokenizer.token_bytes(token)
+    assert json.loads(text).keys() == {"name of the thing", "is_new"}
+    assert num_forced > 12
+
+
+def test_a_token_beside_what_must_come_is_refused() -> None:
+    made, [grammar], digits = digits_grammars(1)
+    grammar = made(SamplingParams(structured=Constraint.regex("[0-9]0123456789")))
+    for token in [digits[0], *digits[:3]]:
+        grammar.accept(token)
+    with pytest.raises(ValueError):
+        grammar.accept(digits[9])
+
+
+def test_long_texts_that_must_come_become_tokens_in_threads() -> None:
+    made, _, digits = digits_grammars(1)
+    constraint = Constraint.regex("[0-9]" + "01234" * 400)
+    grammar = made(SamplingParams(structured=constraint))
+    grammar.accept(digits[5])
+    assert not grammar._forced
+    assert tokens_in(mask_of(made, grammar)) == digits[:1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")

@@ -279,7 +279,10 @@ class Engine:
         self._apply_backoff()
         self._record(step, result)
         self._release_sources(step.rows)
-        results = zip(step.rows, result.sequences, strict=True)
+        results = list(zip(step.rows, result.sequences, strict=True))
+        if step.has_masks and self._start_masks is not None:
+            self._lifecycle.advance_grammars(results)
+            self._start_masks(True)
         self._lifecycle.apply(step.id, results, self.clock.now())
         return time.perf_counter() - started
 

@@ -44,6 +44,8 @@ class Lifecycle:
         self._stats = stats
         self._health = health
         self._step_id = 0  # the step whose results are applied
+        # Of tokens that are about to be applied, by sequence: see Sequence.completes_grammar().
+        self._verdicts: dict[int, bool | Exception] = {}
 
     def take_events(self) -> list[Event]:
         """What happened since the last call."""
@@ -57,6 +59,16 @@ class Lifecycle:
         for sequence in live.sequences:
             if not sequence.is_done:
                 self._scheduler.enqueue(sequence, WaitReason.QUEUED, now)
+
+    def advance_grammars(self, results: Iterable[tuple[Row, SequenceResult]]) -> None:
+        """Give the tokens of results that apply() is given next to their grammars: the masks that
+        follow can be computed while the rest is done."""
+        for (plan, sequence, *_), result in results:
+            token = result.token
+            if plan.allowed is None or sequence.is_done or result.fault is not None:
+                continue
+            if token is not None and sequence.is_plain and sequence.last_token_at:
+                self._verdicts[sequence.id] = _verdict(sequence, token)
 
     def apply(
         self, step_id: int, results: Iterable[tuple[Row, SequenceResult]], now: float
@@ -102,6 +114,7 @@ class Lifecycle:
                 self._take_pooled(sequence, result, now)
             elif sequence.goal is Want.NOTHING and end == sequence.prompt_length:
                 self._end_prompt(sequence, now)
+        self._verdicts.clear()  # of sequences that ended meanwhile
         gaps.pop(0.0, None)  # first tokens
         for before, count in gaps.items():
             self._stats.requests.token_gap.add(now - before, count)
@@ -127,13 +140,13 @@ class Lifecycle:
             return
         completes = False
         if sequence.grammar is not None:
-            try:
-                completes = sequence.completes_grammar(token)
-            except Exception as error:
+            verdict = self._verdict_of(sequence, token)
+            if isinstance(verdict, Exception):
                 sequence.sampled(token, logprob, now)
                 self._stats.completion_tokens += 1
-                self._fail_grammar(sequence, error, now)
+                self._fail_grammar(sequence, verdict, now)
                 return
+            completes = verdict
         try:
             text = None if completes else sequence.sampled_plainly(token, logprob, now)
         except Exception:
@@ -230,11 +243,15 @@ class Lifecycle:
 
     def _completes_grammar(self, sequence: Sequence, token: int, now: float) -> bool:
         """Whether nothing may follow the token; a grammar that raises ends its request."""
-        try:
-            return sequence.completes_grammar(token)
-        except Exception as error:
-            self._fail_grammar(sequence, error, now)
+        verdict = self._verdict_of(sequence, token)
+        if isinstance(verdict, Exception):
+            self._fail_grammar(sequence, verdict, now)
             return False
+        return verdict
+
+    def _verdict_of(self, sequence: Sequence, token: int) -> bool | Exception:
+        verdict = self._verdicts.pop(sequence.id, None)
+        return _verdict(sequence, token) if verdict is None else verdict
 
     def _fail_grammar(self, sequence: Sequence, error: Exception, now: float) -> None:
         self._fail_row(sequence.live, _caused(f"the grammar failed: {error}", error), now)
@@ -342,6 +359,14 @@ class Lifecycle:
         request = live.request
         num_sampled = num_tokens - request.num_resumed_tokens
         self._stats.requests.record(request.metrics, len(request.prompt), num_sampled)
+
+
+def _verdict(sequence: Sequence, token: int) -> bool | Exception:
+    """Whether a token completes its grammar, or why that failed."""
+    try:
+        return sequence.completes_grammar(token)
+    except Exception as error:
+        return error
 
 
 def _fault(sequence: Sequence, fault: str) -> RowFaultError:

@@ -58,6 +58,7 @@ class Step:
     num_tokens: int = 0
     context: int = 0  # positions its rows attend to, their own included
     planned_at: float = 0.0
+    has_masks: bool = False  # for some row's sample
     # Of the rows whose mask depends on a token that is pending.
     following_masks: FollowingMasks = field(default_factory=FollowingMasks)
 
@@ -208,6 +209,7 @@ class RowPlanner:
         self, step: Step, sequence: Sequence, follows_sample: bool
     ) -> bytes | PendingMask | FollowingMasks | None:
         """The mask of its row; a grammar that raises fails the sequence, whose row has none."""
+        step.has_masks = True
         if follows_sample:
             return sequence.mask_follows(step.following_masks)
         assert sequence.grammar is not None

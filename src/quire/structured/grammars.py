@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED = 256
+_MOST_FORCED_BYTES = 1024  # longer texts become tokens in threads
 _MISSING = (
     "structured output needs the package llguidance: pip install 'quire[structured]' where quire "
     "runs"
@@ -211,7 +212,12 @@ class EndBits:
 
 
 class MatcherGrammar:
-    """The state of one completion in its grammar (a Grammar of the engine)."""
+    """The state of one completion in its grammar (a Grammar of the engine).
+
+    Where the grammar leaves no choice, such as in the name of a property, llguidance says once what
+    tokens come: their masks need none of its threads, which would ask for each what the text's
+    tokens are, and wait for the GIL to do so.
+    """
 
     def __init__(
         self, compiled: CompiledGrammar, matcher: "LLMatcher", ends: EndBits, threads: MaskThreads
@@ -224,11 +230,19 @@ class MatcherGrammar:
         self._is_shared = True  # its masks may be computed in one call with others'
         self._first: bytes | None = ends.apply(compiled.first_mask)
         self._mask: Mask | None = None  # of the state that it is in
+        # What must come next, of which so many tokens came that the matcher has not been given yet.
+        self._forced: list[int] = []
+        self._num_came = 0
+        self._forced_mask: bytes | Mask | None = None  # of the next
         self.is_complete = False
 
     def allowed(self) -> bytes | Mask:
         if self._first is not None:
             return self._first
+        if self._forced:
+            if self._forced_mask is None:
+                self._forced_mask = self._threads.share_forced(self._forced[self._num_came])
+            return self._forced_mask
         if self._mask is None:
             if self._is_shared:
                 self._mask = self._threads.share(self._compute, self._matcher, self._finished)
@@ -255,13 +269,22 @@ class MatcherGrammar:
             seconds = self._mask.seconds
             self._is_slow = seconds is not None and seconds > SLOW_S
             self._is_shared = seconds is not None  # else find out whether it is the slow one
-        self._first = self._mask = None
-        if not self._matcher.consume_token(token):
+        self._first = self._mask = self._forced_mask = None
+        came = [*self._forced[: self._num_came], token]
+        if len(came) < len(self._forced) and token == self._forced[self._num_came]:
+            self._num_came += 1
+            return
+        self._forced, self._num_came = [], 0
+        if not self._matcher.consume_tokens(came):
             raise ValueError(self._matcher.get_error() or f"token {token} does not fit")
         self.is_complete = self._matcher.is_stopped()
-        if self._is_slow and not self.is_complete:
+        if self.is_complete:
+            return
+        if self._is_slow:
             self._mask = Mask(self._compute)
             self._threads.start_slow(self._mask)
+        elif 0 < len(self._matcher.compute_ff_bytes()) <= _MOST_FORCED_BYTES:
+            self._forced = self._matcher.compute_ff_tokens()
 
     def _compute(self) -> bytes:
         return self._finished(self._matcher.compute_bitmask())

@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from quire.core.lazy_event import LazyEvent
 from quire.core.plan import MaskRow
@@ -52,6 +53,7 @@ class Mask:
         "failure",
         "finish",
         "matcher",
+        "only",
         "seconds",
     )
 
@@ -67,6 +69,7 @@ class Mask:
         these allow no end token."""
         self._compute = compute
         self.matcher = matcher
+        self.only: int | None = None  # the token that it allows, where it is known beforehand
         self.finish = finish
         self._bits = b""
         self._place: MaskRow | None = None  # where it is, instead of _bits
@@ -128,6 +131,11 @@ class Mask:
         return self._place
 
 
+def bytes_of(only: int) -> bytes:
+    """A mask that allows one token; what it lacks is not allowed."""
+    return bytes(only // 8) + bytes([1 << only % 8])
+
+
 def _copied(place: MaskRow) -> bytes:
     found: bytes = place.bits[place.row].tobytes()
     return found
@@ -154,15 +162,19 @@ class MaskPool:
         before it."""
         bits = np.empty((len(masks), self._num_words), np.int32)
         matchers = [(mask.matcher, row) for row, mask in enumerate(masks) if mask.matcher]
+        if len(matchers) < len(masks):
+            self._allow_only(bits, masks)
         on_call()
         started = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(
-            matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
-        )
+        if matchers:
+            self._executor.unsafe_compute_mask_ptr(
+                matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
+            )
         is_slow = time.perf_counter() - started > SLOW_S
         ends = bits.view(np.uint8)[:, self._end_bytes] & self._end_bits
         may_end: list[bool] = np.asarray(ends.any(axis=1)).tolist()
-        for (matcher, row), mask in zip(matchers, masks, strict=True):
+        for matcher, row in matchers:
+            mask = masks[row]
             if may_end[row] or matcher.is_error():
                 mask.make_of(bits[row].tobytes())
             else:
@@ -170,6 +182,15 @@ class MaskPool:
             if is_slow:
                 mask.seconds = None
         self._remember(masks)
+
+    def _allow_only(self, bits: npt.NDArray[np.int32], masks: Sequence[Mask]) -> None:
+        """Make those of which the only token is known."""
+        known = [(mask, row, mask.only) for row, mask in enumerate(masks) if mask.only is not None]
+        rows, tokens = [row for _, row, _ in known], np.array([only for *_, only in known])
+        bits[rows] = 0
+        bits.view(np.uint32)[rows, tokens // 32] = np.uint32(1) << (tokens % 32).astype(np.uint32)
+        for mask, row, _ in known:
+            mask.made_at(_new_tuple(MaskRow, (bits, row)))
 
     def _remember(self, masks: Sequence[Mask]) -> None:
         """Most are used before the next call. One that is not (its sequence was pre-empted or
@@ -214,6 +235,15 @@ class MaskThreads:
             self._shared.append(mask)
         return mask
 
+    def share_forced(self, only: int) -> bytes | Mask:
+        """The mask that allows a token alone, made beside those of the same call."""
+        if self.pool is None:
+            return bytes_of(only)
+        mask = Mask(partial(bytes_of, only), done=self._shared_done)
+        mask.only = only
+        self._shared.append(mask)
+        return mask
+
     def start(self, *, at_once: bool = False) -> None:
         """`at_once`: the call for those of one call runs when this returns. Else a thread would
         wait for the GIL before it, for as long as this one goes on."""
@@ -223,7 +253,11 @@ class MaskThreads:
             done, self._shared_done = self._shared_done, LazyEvent()
             shared, self._shared = self._shared, []
             runs = threading.Event()
-            self._calls.put(partial(_compute_together, self.pool, shared, done, runs))
+            call = partial(_compute_together, self.pool, shared, done, runs)
+            if all(mask.matcher is None for mask in shared):
+                call()
+            else:
+                self._calls.put(call)
             if at_once:
                 runs.wait()
         if not self._promised:

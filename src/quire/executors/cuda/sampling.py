@@ -23,6 +23,7 @@ from quire.core.plan import (
     FollowingMasks,
     History,
     MaskRow,
+    PendingMask,
     Sampling,
     SequencePlan,
     TokenLogprob,
@@ -216,7 +217,7 @@ class _Step:
         self.words: dict[int, bytes] = {}  # by head row, of the rows that are packed one by one
         self.edits: list[bytes] = []
         self.num_edits = 0
-        self.masks: list[bytes | MaskRow] = []
+        self.masks: list[bytes | PendingMask] = []
         self.masked_rows: list[int] = []  # usual ones, whose words lack the index of their mask
         self.mask_indices: list[int] = []
         self.chained: list[SampleRequest] = []
@@ -229,7 +230,7 @@ class _Step:
         is_usual = self.usual is None or not any(self.usual.kinds)
         return is_packed and is_usual and all(words == _NOTHING for words in self.words.values())
 
-    def add_masks(self, masks: Mapping[int, bytes | MaskRow]) -> None:
+    def add_masks(self, masks: Mapping[int, bytes | PendingMask]) -> None:
         """Those of usual rows, by head row."""
         first = len(self.masks)
         self.masks += masks.values()
@@ -555,7 +556,7 @@ class Sampler:
             host[start:count] = np.frombuffer(b"".join(step.edits), np.int32)
         self._step.send(count)
         if step.masks:
-            self._send_masks(step.masks)
+            self._send_masks([_there(mask) for mask in step.masks])
 
     def _send_masks(self, masks: Sequence[bytes | MaskRow]) -> None:
         """A mask has a bit a token; what it lacks is not allowed."""
@@ -705,16 +706,21 @@ class Sampler:
         return Scores(_to_host(scored.results[:count]), width)
 
 
-def _masks_of(rows: PlanColumns) -> dict[int, bytes | MaskRow]:
-    """By row, waited for; of the rows that have one."""
+def _masks_of(rows: PlanColumns) -> dict[int, bytes | PendingMask]:
+    """By row, of the rows that have one; they may still be computed."""
     if rows.allowed.count(None) == len(rows.allowed):
         return {}
-    found: dict[int, bytes | MaskRow] = {}
+    found: dict[int, bytes | PendingMask] = {}
     for row, (sequence_id, allowed) in enumerate(zip(rows.sequence_id, rows.allowed, strict=True)):
         mask = allowed.of(sequence_id) if isinstance(allowed, FollowingMasks) else allowed
         if mask is not None:
-            found[row] = mask if isinstance(mask, bytes) else mask.row() or mask.result()
+            found[row] = mask
     return found
+
+
+def _there(mask: bytes | PendingMask) -> bytes | MaskRow:
+    """Waited for."""
+    return mask if isinstance(mask, bytes) else mask.row() or mask.result()
 
 
 def _of_one_array(
