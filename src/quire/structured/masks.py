@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUM_THREADS = min(4, os.cpu_count() or 1)
 # Below two there is no pool: on few processors masks one by one disturb the step's layers less.
-NUM_POOL_THREADS = min(16, (os.cpu_count() or 1) * 3 // 4)
+NUM_POOL_THREADS = min(4, (os.cpu_count() or 1) // 2)  # waking more takes longer than they save
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
 _SHARE = 32  # masks that are not worth waking another thread for
