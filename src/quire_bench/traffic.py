@@ -164,7 +164,7 @@ def measure_traffic(
         on_row(row.name)
         params = row.params
         if not isinstance(params, SamplingParams):
-            assembly = _prepared(assembly, params)
+            assembly = prepared(assembly, params)
         each = range(seed + 1, seed + 1 + repeats)
         runs[row] = [run_load(assembly, row.load, own, params) for own in each]
     greedy = {row.load: _rate(runs[row]) for row in rows if row.part == "greedy"}
@@ -174,7 +174,7 @@ def measure_traffic(
     )
 
 
-def _prepared(assembly: Assembly, params: Sequence[SamplingParams]) -> Assembly:
+def prepared(assembly: Assembly, params: Sequence[SamplingParams]) -> Assembly:
     """With their grammars compiled; a model without a tokenizer gets words for its tokens."""
     size = assembly.spec.vocabulary_size
     if assembly.tokenizer is None and assembly.end_token_ids == ():

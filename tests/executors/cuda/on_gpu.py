@@ -3,6 +3,7 @@
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py tiny FOLDER    errors over fixtures/tiny
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py same MODEL     tokens and KV in any company
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py mixed MODEL    scores and vectors likewise
+    PYTHONPATH=src python tests/executors/cuda/on_gpu.py constrained MODEL   tokens held to schemas
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py full MODEL     the most demanding requests
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py soak MODEL     random requests for minutes
     PYTHONPATH=src python tests/executors/cuda/on_gpu.py kl MODEL       beside the float32 reference
@@ -32,17 +33,19 @@ import numpy as np
 from quire.core.config import EngineConfig
 from quire.core.plan import NO_BLOCK, SequencePlan, StepPlan, Want
 from quire.core.request import Ended
-from quire.core.sampling import SamplingParams
+from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.engine import Engine
 from quire.executors.base import BLOCK_SIZE
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.reference import KVPrecision, ReferenceExecutor
-from quire.llm.assembly import assemble
+from quire.llm.assembly import Assembly, assemble
 from quire.llm.devices import Options
 from quire.model.features import unsupported
 from quire.model.kv_layout import grouped, one_group
 from quire.model.loading import load_model
 from quire_bench.measure import Load, run_load
+from quire_bench.row_kinds import own_schema
+from quire_bench.traffic import prepared
 
 BLOCK_FORMATS = (
     *("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M"),
@@ -271,6 +274,50 @@ def _same(label: str, found: Mapping[int, Any], expected: Mapping[int, Any]) -> 
     }
     print(f"{label:16} {len(found)} requests; differ: {differ}", flush=True)
     return not any(differ.values())
+
+
+# ---- the same tokens under constraints
+
+
+def check_constrained(name: str) -> bool:
+    """Needs llguidance. Of 24 requests two thirds are held to a schema of their own."""
+    assembly = assemble(name, Options(device="cuda", max_batch_size=24, kv_memory="1GiB"))
+    params = [
+        SamplingParams(
+            max_tokens=64,
+            temperature=(0.0, 0.9)[place % 2],
+            seed=place,
+            top_p=0.95,
+            repetition_penalty=(1.0, 1.1)[place % 5 == 1],
+            ignore_eos=True,
+            structured=Constraint("json_schema", own_schema(place, 8)) if place % 3 else None,
+        )
+        for place in range(24)
+    ]
+    assembly = prepared(assembly, params)
+    asked = list(enumerate(zip(prompts(24, assembly.spec.vocabulary_size), params, strict=True)))
+    expected = _constrained(assembly, asked)
+    is_sound = len(expected) == len(asked)
+    for size in (16, 5, 1):
+        found = _constrained(assembly.with_batch_size(size), asked)
+        wrong = [place for place in found if found[place] != expected[place]]
+        is_sound &= not wrong and len(found) == len(asked)
+        print(f"batch {size:2} {len(found)} requests, {len(wrong)} differ", flush=True)
+    assembly.executor.close()
+    return is_sound
+
+
+def _constrained(
+    assembly: Assembly, asked: Sequence[tuple[int, tuple[list[int], SamplingParams]]]
+) -> dict[int, tuple[int, ...]]:
+    engine = assembly.new_engine()
+    places = {engine.add_request(*request).id: place for place, request in asked}
+    found = {}
+    for event in engine.run():
+        if isinstance(event, Ended):
+            assert event.output.error is None, event.output.error
+            found[places[event.output.request_id]] = tuple(event.output.token_ids)
+    return found
 
 
 # ---- the most demanding requests, with the memory that is there by default
@@ -571,6 +618,7 @@ def main(arguments: Sequence[str]) -> int:
     what, where = arguments[:2]
     checks = {"tiny": lambda: check_tiny(Path(where)), "same": lambda: check_same(where)}
     checks["mixed"] = lambda: check_mixed(where)
+    checks["constrained"] = lambda: check_constrained(where)
     checks["full"] = lambda: check_full(where)
     checks["soak"] = lambda: check_soak(where)
     checks["kl"] = lambda: check_kl(where)
