@@ -13,7 +13,16 @@ from quire_bench.report_data import by_configuration, peak_bytes, title_of
 from quire_bench.utilisation import arithmetic_share, utilisation_of
 
 NONE = "–"
-_KNOWN_KINDS = ("throughput", "grid-cell", "latency", "limits", "serve", "compare", "jobs")
+_KNOWN_KINDS = (
+    "throughput",
+    "grid-cell",
+    "latency",
+    "limits",
+    "serve",
+    "compare",
+    "jobs",
+    "traffic",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +42,7 @@ def tables(receipts: Sequence[Receipt]) -> list[Table]:
     found = [
         _limits_table(ordered),
         _throughput_table(ordered),
+        _traffic_table(ordered),
         _latency_table(ordered),
         _compare_table(ordered),
         _serve_table(ordered),
@@ -95,6 +105,45 @@ _THROUGHPUT_NOTE = (
     "Weights that stay in the processor's caches can come to more than all of the "
     "bandwidth."
 )
+
+
+def _traffic_table(receipts: Sequence[Receipt]) -> Table:
+    rows = []
+    for receipt in receipts:
+        if receipt.kind != "traffic":
+            continue
+        for name, own in receipt.results.items():
+            seconds = receipt.samples.get(f"{name}, seconds", ())
+            ends = f" ({short(min(seconds))}–{short(max(seconds))})" if seconds else ""
+            share, rival, times, goal = (
+                number(own, part) for part in ("of_greedy", "rival", "times_rival", "goal")
+            )
+            rows.append(
+                [
+                    title_of(receipt),
+                    name,
+                    _short_or_none(number(own, "seconds")) + ends,
+                    _short_or_none(number(own, "output_tokens_per_second")),
+                    NONE if share is None else f"{share:.3f}",
+                    *(_short_or_none(value) for value in (rival, times, goal)),
+                ]
+            )
+    return Table(
+        title="Traffic",
+        columns=(
+            *("model", "load", "seconds", "completion tokens/s", "of the greedy rate"),
+            *("vLLM's", "times that", "goal"),
+        ),
+        rows=rows,
+        note="Whole runs of so many requests of prompt + completion tokens at once: medians, with "
+        "the fastest and the slowest. vLLM's figures are tokens a second, of long loads seconds; "
+        "each receipt says where they come from.",
+        text_columns=2,
+    )
+
+
+def _short_or_none(value: float | None) -> str:
+    return NONE if value is None else short(value)
 
 
 def _utilisation(receipt: Receipt, receipts: Sequence[Receipt]) -> list[str]:

@@ -228,6 +228,35 @@ def test_tables_show_figures_and_where_they_come_from() -> None:
     ]
 
 
+def test_traffic_stands_beside_the_greedy_rate_and_the_rivals_figures() -> None:
+    none = {"of_greedy": None, "rival": None, "times_rival": None, "goal": None}
+    results = {
+        "sampled 16 x (128 + 256)": {
+            **none,
+            "seconds": 0.6,
+            "output_tokens_per_second": 6780.0,
+            "of_greedy": 0.961,
+        },
+        "long 1 x (32768 + 64)": {
+            **none,
+            "seconds": 1.63,
+            "output_tokens_per_second": 39.2,
+            "rival": 1.57,
+            "times_rival": 0.963,
+            "goal": 1.0,
+        },
+    }
+    samples = {"sampled 16 x (128 + 256), seconds": [0.6, 0.62, 0.59]}
+    [found] = [
+        table
+        for table in tables([receipt(samples, kind="traffic", results=results)])
+        if table.title == "Traffic"
+    ]
+    sampled, long = found.rows
+    assert sampled[2:5] == ["0.6 (0.59–0.62)", "6,780", "0.961"]
+    assert long[2:] == ["1.63", "39.2", "–", "1.57", "0.963", "1"]
+
+
 def test_a_cell_measured_without_limits_has_the_utilisation_of_its_machines_limits() -> None:
     *_, limits = some()
     bare = cell(2, 10.0)
