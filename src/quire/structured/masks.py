@@ -34,6 +34,7 @@ NUM_THREADS = min(4, os.cpu_count() or 1)
 NUM_POOL_THREADS = min(4, (os.cpu_count() or 1) // 2)  # waking more takes longer than they save
 STACK_BYTES = 64 << 20  # several times what the checker's process has
 SLOW_S = 0.004  # of processor time
+_USUAL_S = 0.00005  # of a mask among many, and of waiting for the GIL when they are there
 _SHARE = 32  # masks that are not worth waking another thread for
 _NICENESS = 10
 _CALLS_AT_ONCE = 2  # of new rows, and of rows that follow
@@ -170,7 +171,7 @@ class MaskPool:
             self._executor.unsafe_compute_mask_ptr(
                 matchers, bits.ctypes.data, self._num_words * bits.itemsize, len(bits)
             )
-        is_slow = time.perf_counter() - started > SLOW_S
+        is_slow = time.perf_counter() - started > SLOW_S + len(matchers) * _USUAL_S
         ends = bits.view(np.uint8)[:, self._end_bytes] & self._end_bits
         may_end: list[bool] = np.asarray(ends.any(axis=1)).tolist()
         for matcher, row in matchers:
