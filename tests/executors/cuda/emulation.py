@@ -161,10 +161,9 @@ def _float_pairs(words: Array) -> Array:
     pairs = []
     for word in range(2):
         own = words[..., word]
-        shifted = (own << 5, own << 7), (own >> 3, own << 15)
-        made = [own & -0x71FF7200, own << 8 & -0x71FF7200]  # 0x8E008E00
-        made += [low & 0x0E000E00 | sign & -0x7FFF8000 for low, sign in shifted]
-        pairs += [_halves(bits, 0xFFFF) for bits in made]
+        other = own >> 3 & 0x0E0E0E0E | own << 7 & -0x0E0E0E0F
+        shifted = (own, own << 8, other, other << 8)
+        pairs += [_halves(bits & -0x71FF7200, 0xFFFF) for bits in shifted]  # 0x8E008E00
     return _from_bits(torch.stack(pairs, -2))
 
 

@@ -63,8 +63,9 @@ def _in_words(codes: Array, bits: int) -> Array:
 
 # Of each pair of weights of a word: the bit of a half word where a float's three lower bits begin,
 # and that of its sign. Masks alone bring the first pair to where a float16 has them, a shift the
-# second; the others' signs are shifted apart.
-FLOAT_SHIFTS, SIGN_SHIFTS = (9, 1, 4, 12), (15, 7, 8, 0)
+# second. Two shifts bring the other two pairs to where the first two are: one the signs, one the
+# rest.
+FLOAT_SHIFTS, SIGN_SHIFTS = (9, 1, 12, 4), (15, 7, 8, 0)
 POWER_ONE = 127  # the byte of MXFP4's scale 1
 _LARGEST_POWER_FIELD = 30  # of a float16's exponents
 

@@ -89,17 +89,18 @@ def _floats_asm() -> str:
     lines = ["{", ".reg .b32 t, u, v;"]
     for word in range(2):
         source = f"${8 + word}"
-        lines.append(f"and.b32 t, {source}, 0x8E008E00;")
-        lines.append(f"mul.rn.f16x2 ${word * 4}, t, $10;")
-        lines.append(f"shl.b32 u, {source}, 8;")
-        lines.append("and.b32 t, u, 0x8E008E00;")
-        lines.append(f"mul.rn.f16x2 ${word * 4 + 1}, t, $10;")
-        for index, move, sign in ((2, "shl.b32 u, {}, 5;", 7), (3, "shr.u32 u, {}, 3;", 15)):
-            lines.append(move.format(source))
-            lines.append(f"shl.b32 v, {source}, {sign};")
-            lines.append("and.b32 t, u, 0x0E000E00;")
-            lines.append("lop3.b32 t, v, 0x80008000, t, 0xEA;")
-            lines.append(f"mul.rn.f16x2 ${word * 4 + index}, t, $10;")
+        for half in range(2):
+            if half:
+                lines.append(f"shr.u32 u, {source}, 3;")
+                lines.append(f"shl.b32 v, {source}, 7;")
+                lines.append("lop3.b32 v, u, 0x0E0E0E0E, v, 0xE2;")  # u where the mask is 1
+                source = "v"
+            place = 4 * word + 2 * half
+            lines.append(f"and.b32 t, {source}, 0x8E008E00;")
+            lines.append(f"mul.rn.f16x2 ${place}, t, $10;")
+            lines.append(f"shl.b32 u, {source}, 8;")
+            lines.append("and.b32 t, u, 0x8E008E00;")
+            lines.append(f"mul.rn.f16x2 ${place + 1}, t, $10;")
     return "\n".join([*lines, "}"])
 
 

@@ -286,8 +286,8 @@ def _small_float(bits, place):
     """MXFP4's value times 2**10, of the pair at this place (plane_sources.FLOAT_SHIFTS)."""
     upper = place // 2 % 2  # places 2 and 3
     lower = place % 2
-    code = (bits >> tl.where(upper == 1, 4 + 8 * lower, 9 - 8 * lower)) & 7
-    sign = (bits >> tl.where(upper == 1, 8 - 8 * lower, 15 - 8 * lower)) & 1
+    code = (bits >> (9 + 3 * upper - 8 * lower)) & 7
+    sign = (bits >> (15 - 7 * upper - 8 * lower)) & 1
     doubled = tl.where(code < 2, code, (2 + code % 2) << (tl.maximum(code // 2, 1) - 1))
     return tl.where(sign == 1, -doubled, doubled).to(tl.float32) * 512.0
 
