@@ -62,6 +62,16 @@ class Usage(NamedTuple):
         return is_small or not self.declared or self.shared - self.declared > WITHOUT_OPT_IN
 
 
+def is_serialised(launch: Any, folder: Path) -> bool:
+    """Whether each wgmma waits for the one before it, as ptxas says where it finds no registers."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    file = folder / "kernel.ptx"
+    file.write_text(launch.asm["ptx"])
+    command = [str(tools / "ptxas"), "-v", "--gpu-name=sm_90a", str(file), "-o", "/dev/null"]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return "wgmma.mma_async instructions are serialized" in report
+
+
 def compiled(launch: Any, folder: Path) -> tuple[Usage, str]:
     """What `launch(kernel[grid])` would run: its usage and its instructions."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

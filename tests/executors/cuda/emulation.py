@@ -281,7 +281,7 @@ def decoded(planes: Planes) -> Array:
     """The matrix as the GEMM sees it, in natural order: float64 [rows, columns]."""
     if planes.is_float:
         return to_natural_order(planes.codes.to(torch.float64)) * 2.0**planes.exponent
-    block = torch.empty((len(planes.codes), 256), dtype=torch.float64)
+    block = torch.empty((planes.num_blocks * planes.num_rows, 256), dtype=torch.float64)
     for half in range(2):
         for steps in range(2):
             value = _dequantized(planes, half, steps)
@@ -299,9 +299,11 @@ def _dequantized(planes: Planes, half: int, steps: int) -> Array:
         return _signed_points(planes, half, steps)
     if form.has_ternary_points:
         return _ternary_points(planes, half, steps)
-    words = planes.codes.view(-1, 4, 2, 2, form.code_words // 16)[:, :, half, steps]
     if form.has_powers:
+        halves = planes.codes.view(planes.num_blocks, 2, planes.num_rows, 4, 2, 2)[:, half]
+        words = halves.flatten(0, 1)[:, :, steps]
         return _half(_float_pairs(words) * _powers(planes, half)[..., None, None])
+    words = planes.codes.view(-1, 4, 2, 2, form.code_words // 16)[:, :, half, steps]
     more = None
     if planes.high is not None:
         more = planes.high.view(-1, 4, 2, form.high_bits)[:, :, half]

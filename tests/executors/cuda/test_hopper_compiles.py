@@ -15,7 +15,12 @@ if triton.knobs.runtime.interpret:
 
 from tests.drawn_families import write_drawn  # noqa: E402
 from tests.executors.cuda.bfloat_models import load_in_bfloat  # noqa: E402
-from tests.executors.cuda.compiling import SHARED_MEMORY, compiled, pretend  # noqa: E402
+from tests.executors.cuda.compiling import (  # noqa: E402
+    SHARED_MEMORY,
+    compiled,
+    is_serialised,
+    pretend,
+)
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda import decoder as decoders  # noqa: E402
@@ -72,6 +77,7 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
         )
     else:
         form = PLANE_FORMATS[format_name]
+        parts = 2 if form.by_halves else 1
         padded = blocks * (-(-rows // DELTA_ROWS) * DELTA_ROWS)
         kind = torch.int32 if form.delta_bytes == 4 else torch.float16
         deltas = torch.empty(padded, dtype=kind) if form.has_deltas else None
@@ -79,7 +85,7 @@ def made(format_name: str, rows: int, *, gated: bool) -> Linear:
             format_name,
             rows,
             blocks,
-            _words(blocks * rows, form.code_words),
+            _words(parts * blocks * rows, form.code_words // parts),
             0,
             _words(blocks * rows, form.high_words),
             _words(blocks * rows, form.scale_words),
@@ -351,6 +357,7 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     # As many programs as the launch counts on run at once, and every size has its instruction.
     assert usage.shared * max(1, catch.grid[0] // MULTIPROCESSORS) <= SHARED_MEMORY
     assert usage.can_launch
+    assert not is_serialised(catch.found, tmp_path)
     for size in experts.token_sizes(planes.layout, tile_tokens):
         assert f"64x{size}x16" in listing
     if format_name == "MXFP4":  # 16 for a block, 8 more for the half that is the last one

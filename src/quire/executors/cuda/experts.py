@@ -314,7 +314,8 @@ def expert_tiling(
     stages = 2 if tile_tokens == 64 else 3
     # A program of 128 rows fills the shared memory, so that registers cost nothing.
     registers = 128 if rows == 128 and 16 <= tile_tokens <= 32 and layout.bits == 8 else 80
-    return Tiling(rows, tile_tokens, 256, stages, stages, warps, registers)
+    parts = 8 if layout.by_halves and warps == 8 else 4  # eighths take fewer registers
+    return Tiling(rows, tile_tokens, 256, stages, stages, warps, registers, parts)
 
 
 def token_sizes(layout: PlaneFormat, tile_tokens: int) -> tuple[int, ...]:
@@ -386,7 +387,7 @@ class HopperExperts:
         num_items = -(-stack.rows_per_expert // shape.rows) * call.num_tiles
         self._kernels.expert_gemm[(min(num_items, resident_programs(planes.layout, shape)),)](
             *boxes,
-            *self._gemm.weight_descriptors(planes, shape),
+            *self._gemm.weight_descriptors(planes, shape, ends_in_half=stack.ends_in_half),
             planes.codes if planes.grid is None else planes.grid,
             out,
             planes.codes if stack.bias is None else stack.bias,

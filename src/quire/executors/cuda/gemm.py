@@ -186,6 +186,7 @@ class Tiling(NamedTuple):
     weight_stages: int
     warps: int  # that multiply
     registers: int  # a thread, at most
+    parts: int = 4  # of a block: each is multiplied while the next one is decoded
 
 
 # The fastest tilings of those measured on one H200 at the shapes of an 8B Llama, by the number of
@@ -490,13 +491,21 @@ class HopperGemm:
             return int(kernels.SERIAL)
         return int(kernels.DEPENDENT if is_first else kernels.CONCURRENT)
 
-    def weight_descriptors(self, planes: Planes, shape: Tiling) -> tuple[object, ...]:
+    def weight_descriptors(
+        self, planes: Planes, shape: Tiling, *, ends_in_half: bool = False
+    ) -> tuple[object, ...]:
+        """`ends_in_half`: the second half of the last block is padding, which is not fetched."""
         layout = planes.layout
         if layout.is_float:
             codes = self._descriptor(planes.codes, [shape.rows, shape.columns], 128)
             return codes, codes, codes, codes
         words = layout.code_words
-        codes = self._descriptor(planes.codes, [shape.rows, words], _swizzle(words))
+        if layout.by_halves:
+            halves = planes.codes.view(-1, planes.num_rows, words // 2)
+            halves = halves[: 2 * planes.num_blocks - ends_in_half]
+            codes = self._descriptor(halves, [2, shape.rows, words // 2], 64)
+        else:
+            codes = self._descriptor(planes.codes, [shape.rows, words], _swizzle(words))
         scales = high = deltas = codes
         if layout.scale_words == 2:  # too few for rows of their own
             assert planes.scales is not None

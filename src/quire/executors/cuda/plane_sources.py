@@ -71,7 +71,7 @@ _LARGEST_POWER_FIELD = 30  # of a float16's exponents
 
 
 def _float_words(codes: Array) -> Array:
-    """MXFP4's codes [rows, blocks, 256] as words [blocks, rows, 32], as `_in_words` does.
+    """MXFP4's codes [rows, blocks, 256] as words [halves of blocks, rows, 16].
 
     A code is sign, two bits of exponent, one of fraction. With the lower three at bits 9 to 11 and
     the sign at bit 15 it *is* a float16: its value times 2**-14.
@@ -83,7 +83,8 @@ def _float_words(codes: Array) -> Array:
         pair, one = divmod(index, 2)
         words |= (fields[..., index] & 7) << FLOAT_SHIFTS[pair] + 16 * one
         words |= (fields[..., index] >> 3) << SIGN_SHIFTS[pair] + 16 * one
-    return words.permute(1, 0, 3, 2, 4, 5).reshape(blocks, rows, -1)
+    # [rows, blocks, half, lane, steps, words]
+    return words.permute(1, 2, 0, 3, 4, 5).reshape(2 * blocks, rows, -1)
 
 
 def _two_bit_words(codes: Array) -> Array:

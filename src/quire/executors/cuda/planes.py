@@ -14,7 +14,8 @@ sixteen weights, in words of 32 bits, and each plane keeps a lane's words togeth
     codes   4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
             8 bits (Q8_0), 4 a word: words [lane, quarter, 4]
             2 bits, 16 a word: weight 2j + l at bit 2j + 16l; words [lane, quarter]
-            MXFP4's floats, IQ4's indices, numbers of grids' points: see plane_sources.py
+            MXFP4's floats: words [half of the block], then rows of [lane, half of the steps, 2]
+            IQ4's indices, numbers of grids' points: see plane_sources.py
     high    Q6_K's upper two bits, 16 a word; Q5_K's upper bit, two quarters a word
     scales  of a lane's groups (see the format's reorderer in plane_sources.py)
     deltas  a float16 for a whole block (Q2_K: two)
@@ -174,6 +175,11 @@ class PlaneFormat:
         return self.scales is Scales.POWERS
 
     @property
+    def by_halves(self) -> bool:
+        """The codes of a block's halves lie apart: a row of them is that of half a block."""
+        return self.has_powers
+
+    @property
     def has_ternary_points(self) -> bool:
         """IQ1: eight weights of -1, 0 and 1 are a point."""
         return self.grid == "IQ1"
@@ -236,7 +242,7 @@ class Planes:
     format: str
     num_rows: int
     num_blocks: int  # of 256 columns, the last one padded with zeros
-    codes: Array  # int32 [blocks * rows, words]; float formats: float16 [rows, blocks * 256]
+    codes: Array  # int32 [blocks or halves * rows, words]; floats: float16 [rows, blocks * 256]
     exponent: int = 0
     high: Array | None = None  # int32 [blocks * rows, words]
     scales: Array | None = None  # int32 [blocks * rows, words]; two words: rows as of deltas
@@ -362,11 +368,11 @@ def reorder_stack(format_name: str, raws: Sequence[Array], rows: Array, num_colu
 
 def _room_for(piece: Planes, num_rows: int) -> Planes:
     """Planes like these of so many rows, not yet written."""
-    rows = num_rows if piece.is_float else num_rows * piece.num_blocks
 
     def room(array: Array | None) -> Array | None:
         if array is None:
             return None
+        rows = len(array) // piece.num_rows * num_rows
         return torch.empty((rows, *array.shape[1:]), dtype=array.dtype, device=array.device)
 
     return replace(
@@ -381,12 +387,11 @@ def _room_for(piece: Planes, num_rows: int) -> Planes:
 
 def _put(piece: Planes, whole: Planes, first_row: int) -> None:
     """Copy rows to their place in each plane; both have a multiple of DELTA_ROWS rows."""
-    blocks = 1 if piece.is_float else piece.num_blocks
     for name in ("codes", "high", "scales", "deltas"):
         source, target = getattr(piece, name), getattr(whole, name)
         if source is not None:
-            rows = source.view(blocks, piece.num_rows, *source.shape[1:])
-            placed = target.view(blocks, whole.num_rows, *source.shape[1:])
+            rows = source.view(-1, piece.num_rows, *source.shape[1:])
+            placed = target.view(-1, whole.num_rows, *source.shape[1:])
             placed[:, first_row : first_row + piece.num_rows] = rows
 
 

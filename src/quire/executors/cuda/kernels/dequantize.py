@@ -82,13 +82,14 @@ def _bytes_asm() -> str:
 
 
 @gluon.constexpr_function
-def _floats_asm() -> str:
-    """Two words of eight floats of 4 bits (MXFP4) to sixteen float16: masks and shifts make each a
-    float16 that is 2**-14 of it (see plane_sources.FLOAT_SHIFTS). $8-$9 the words, $10 the scale
-    twice."""
+def _floats_asm(num_words: int) -> str:
+    """One or two words of eight floats of 4 bits (MXFP4) to as many float16: masks and shifts make
+    each a float16 that is 2**-14 of it (see plane_sources.FLOAT_SHIFTS). Operands: the results, the
+    words, the scale twice."""
     lines = ["{", ".reg .b32 t, u, v;"]
-    for word in range(2):
-        source = f"${8 + word}"
+    first_word, scale = 4 * num_words, f"${4 * num_words + 2}"
+    for word in range(num_words):
+        source = f"${first_word + word}"
         for half in range(2):
             if half:
                 lines.append(f"shr.u32 u, {source}, 3;")
@@ -97,10 +98,10 @@ def _floats_asm() -> str:
                 source = "v"
             place = 4 * word + 2 * half
             lines.append(f"and.b32 t, {source}, 0x8E008E00;")
-            lines.append(f"mul.rn.f16x2 ${place}, t, $10;")
+            lines.append(f"mul.rn.f16x2 ${place}, t, {scale};")
             lines.append(f"shl.b32 u, {source}, 8;")
             lines.append("and.b32 t, u, 0x8E008E00;")
-            lines.append(f"mul.rn.f16x2 ${place + 1}, t, $10;")
+            lines.append(f"mul.rn.f16x2 ${place + 1}, t, {scale};")
     return "\n".join([*lines, "}"])
 
 
@@ -234,7 +235,7 @@ def _ternary_points_asm(has_records: bool, quarter: int) -> str:
 @gluon.constexpr_function
 def _decode_asm(FORMAT, QUARTER):
     if FORMAT.has_powers:
-        return _floats_asm()
+        return _floats_asm(2)
     if FORMAT.has_signed_points:
         return _signed_points_asm(FORMAT.grid, QUARTER)
     if FORMAT.has_ternary_points:
@@ -406,6 +407,7 @@ def lane_layout(ROWS, WARPS, kind):
     """
     words = {
         "nibbles": ([[1], [2], [4]], [[8], [16]], [32]),  # [lane, quarter, 2]
+        "half nibbles": ([[1], [2]], [[4], [8]], [16]),  # of half a block: [lane, quarter, 2]
         "bytes": ([[1], [2], [4], [8]], [[16], [32]], [64]),  # [lane, quarter, 4]
         "quarter": ([[0, 1]], [[1, 0], [2, 0]], [4, 2]),  # [lane, 2]
         "halves": ([[1]], [[2], [4]], [8]),  # [lane, half]
@@ -487,6 +489,18 @@ def _two(words, LANE: gl.constexpr):
 
 
 @gluon.jit
+def half_words(codes, HALF: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Where halves of a block lie apart, [half, row, word]: both quarters of one of them."""
+    WORDS: gl.constexpr = lane_layout(ROWS, WARPS, "quarter")
+    FLAT: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
+    rows = codes._reinterpret(gl.int32, [2 * ROWS, 16], FLAT).slice(HALF * ROWS, ROWS, 0)
+    loaded = rows.load(lane_layout(ROWS, WARPS, "half nibbles")).reshape([ROWS, 4, 2, 2])
+    first, second = gl.split(loaded.permute((0, 1, 3, 2)))
+    first = gl.convert_layout(first, WORDS, assert_trivial=True)
+    return first, gl.convert_layout(second, WORDS, assert_trivial=True)
+
+
+@gluon.jit
 def _code_words(
     codes,
     high,
@@ -497,7 +511,12 @@ def _code_words(
 ):
     """Of the four quarters the words, and what goes with each: odd words, upper bits or signs."""
     LANE: gl.constexpr = gl.SliceLayout(2, WORDS)
-    if FORMAT.code_bits == 8:
+    if FORMAT.by_halves:
+        w0, w1 = half_words(codes, 0, ROWS, WARPS)
+        w2, w3 = half_words(codes, 1, ROWS, WARPS)
+        words = (w0, w1, w2, w3)
+        return words, words
+    elif FORMAT.code_bits == 8:
         both = codes.load(lane_layout(ROWS, WARPS, "bytes")).reshape([ROWS, 4, 2, 2, 2, 2])
         even, odd = gl.split(both)
         return _split_quarters(even, WORDS), _split_quarters(odd, WORDS)
@@ -596,8 +615,9 @@ def _packed_scales(scales, factors, LANE: gl.constexpr, ROWS: gl.constexpr, WARP
 
 
 @gluon.jit
-def _powers(scales, LANE: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """Of MXFP4: the scales of both halves of the block."""
+def powers(scales, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Of MXFP4: the scales of both halves of the block, [ROWS, lane] each."""
+    LANE: gl.constexpr = gl.SliceLayout(2, lane_layout(ROWS, WARPS, "quarter"))
     ROW: gl.constexpr = gl.SliceLayout(1, LANE)
     shift = gl.arange(0, 4, layout=gl.SliceLayout(0, LANE)) * 8
     first, second = _row_words(scales, ROW, ROWS, WARPS)
@@ -751,7 +771,7 @@ def _scales_and_offsets(
         s0, m0, s1, m1 = _packed_scales(scales, factors, LANE, ROWS, WARPS)
         return (s0, s0, s1, s1), (m0, m0, m1, m1)
     elif FORMAT.has_powers:
-        s0, s1 = _powers(scales, LANE, ROWS, WARPS)
+        s0, s1 = powers(scales, ROWS, WARPS)
         return (s0, s0, s1, s1), (s0, s0, s1, s1)  # there are no offsets
     elif FORMAT.has_stored_minimums:
         words = scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
@@ -924,6 +944,22 @@ def dequantized_quarter(
         pack=2,
     )
     return _in_operand(pairs, OPERAND, ROWS)
+
+
+@gluon.jit
+def dequantized_eighth(word, scale, OPERAND: gl.constexpr, ROWS: gl.constexpr):
+    """Of MXFP4: one word of each lane, which comes twice to the assembler code, as [ROWS, 32]."""
+    p0, p1, p2, p3 = gl.inline_asm_elementwise(
+        _floats_asm(1),
+        "=r,=r,=r,=r,r,r,r,r",
+        [_both(word, ROWS), _both(scale, ROWS)],
+        dtype=(gl.float16, gl.float16, gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    x = gl.join(gl.join(p0, p1), gl.join(p2, p3))
+    x = x.permute((0, 4, 3, 1, 2)).reshape([ROWS, 32])
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit

@@ -169,24 +169,36 @@ def _load_tokens(
 @gluon.jit
 def _store_weighed(
     sums,
+    first_lane: gl.constexpr,
     tile: ExpertTile,
     work: Work,
     output: ExpertOutput,
     TILING: gl.constexpr,
     USED: gl.constexpr,
 ):
-    """Times the pair's weight, to its slot and token."""
+    """Times the pair's weight, to its slot and token: of the tile's tokens from `first_lane` on. In
+    halves where registers are few, which the tokens' addresses take."""
     MMA: gl.constexpr = sums_layout(TILING)
-    lane = gl.arange(0, TILING.tokens, layout=gl.SliceLayout(0, MMA))
-    row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
-    is_row = lane < tile.count
-    first = gl.load(work.tiles.row + tile.index)
-    pair = gl.load(output.pairs.of_row + first + lane, mask=is_row, other=0)
-    sums = sums * gl.load(output.pairs.weights + pair, mask=is_row, other=0.0).expand_dims(0)
-    to = (pair % USED).to(gl.int64) * output.stride
-    to += (pair // USED).to(gl.int64) * work.rows_per_expert
-    mask = is_row[None, :] & (row < work.rows_per_expert)[:, None]
-    gl.store(output.out + to[None, :] + row[:, None], sums, mask=mask)
+    if TILING.parts == 8 and TILING.tokens > 16:
+        HALF: gl.constexpr = _sized(TILING, 2, 0)
+        HALF_MMA: gl.constexpr = sums_layout(HALF)
+        both = sums.reshape([TILING.rows, 2, HALF.tokens]).permute((0, 2, 1))
+        first, second = gl.split(both)
+        first = gl.convert_layout(first, HALF_MMA, assert_trivial=True)
+        second = gl.convert_layout(second, HALF_MMA, assert_trivial=True)
+        _store_weighed(first, first_lane, tile, work, output, HALF, USED)
+        _store_weighed(second, first_lane + HALF.tokens, tile, work, output, HALF, USED)
+    else:
+        lane = first_lane + gl.arange(0, TILING.tokens, layout=gl.SliceLayout(0, MMA))
+        row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
+        is_row = lane < tile.count
+        first = gl.load(work.tiles.row + tile.index)
+        pair = gl.load(output.pairs.of_row + first + lane, mask=is_row, other=0)
+        sums = sums * gl.load(output.pairs.weights + pair, mask=is_row, other=0.0).expand_dims(0)
+        to = (pair % USED).to(gl.int64) * output.stride
+        to += (pair // USED).to(gl.int64) * work.rows_per_expert
+        mask = is_row[None, :] & (row < work.rows_per_expert)[:, None]
+        gl.store(output.out + to[None, :] + row[:, None], sums, mask=mask)
 
 
 @gluon.jit
@@ -227,7 +239,7 @@ def _multiply_tile(
         )
         store_gated(sums, to, TILING, OPTION)
     else:
-        _store_weighed(sums, tile, work, output, TILING, OPTION)
+        _store_weighed(sums, 0, tile, work, output, TILING, OPTION)
     return at
 
 

@@ -44,6 +44,7 @@ class Units(NamedTuple):
     """Where units of some rows are: [rows, 16] each, or what broadcasts to it."""
 
     index: Any  # of the row's words of a block
+    half_index: Any  # the same where halves of blocks lie apart
     delta: Any  # the same in planes whose rows are padded
     half: Any  # of the block
     lane: Any
@@ -140,7 +141,9 @@ def _unit_words(planes: PlanePointers, at: Units, FORMAT: tl.constexpr):
         first = tl.load(planes.codes + place)
         return UnitWords(first, tl.load(planes.codes + place + 1), first)
     else:
-        if FORMAT.code_bits == 4:
+        if FORMAT.by_halves:
+            place = at.half_index * 16 + at.lane * 4 + at.steps * 2 + at.word
+        elif FORMAT.code_bits == 4:
             place = at.index * 32 + at.lane * 8 + at.half * 4 + at.steps * 2 + at.word
         else:
             place = at.index * 16 + at.lane * 4 + at.half * 2 + at.steps
@@ -373,8 +376,9 @@ def dequantized_half(
         unit = tl.arange(0, 16)[None, :]
         block = part // 2
         index = (block * num_rows + rows[:, None]).to(tl.int64)
+        half_index = (part * num_rows + rows[:, None]).to(tl.int64)
         delta = (block * ((num_rows + 7) // 8 * 8) + rows[:, None]).to(tl.int64)
-        at = Units(index, delta, part % 2, unit // 4, unit // 2 % 2, unit % 2)
+        at = Units(index, half_index, delta, part % 2, unit // 4, unit // 2 % 2, unit % 2)
         words = _unit_words(planes, at, FORMAT)
         scale, offset = _scale_and_offset(planes, factors, at, FORMAT, ROUNDED)
         w0 = _decoded(words, at, scale, offset, FORMAT, ROUNDED, 0)
