@@ -314,8 +314,8 @@ MIXTURE = Experts(
 
 def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
     integers = torch.empty((10, 64), dtype=torch.int32)
-    tiles = expert_kernels.Tiles(*integers[:5])
-    pairs = expert_kernels.Pairs(integers[5], torch.empty(64), *integers[6:8])
+    tiles = expert_kernels.Tiles(*integers[:7])
+    pairs = expert_kernels.Pairs(integers[7], torch.empty(64), *integers[8:])
     return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8 * num_tokens, tile_tokens)
 
 
@@ -363,6 +363,32 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     if format_name == "MXFP4":  # 16 for a block, 8 more for the half that is the last one
         [*_, size] = experts.token_sizes(planes.layout, tile_tokens)
         assert listing.count(f"HGMMA.64x{size}x16") % (24 if ends_in_half else 16) == 0
+
+
+@pytest.mark.parametrize("tile_tokens", [8, 16, 32, 64])
+@pytest.mark.parametrize("ends_in_half", [False, True])
+def test_both_grouped_gemms_in_one_launch_fit_their_registers(
+    ends_in_half: bool, tile_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
+    catch = _Catch(gemm._pair_kernels.expert_pair)
+    monkeypatch.setattr(gemm._pair_kernels, "expert_pair", catch)
+    rows = 1536
+    planes = made("MXFP4", 4 * rows, gated=False).segments[0].planes
+    stack = Stack(planes, rows, rows, torch.empty(4 * rows), 512 - 128 * ends_in_half)
+    weights = ExpertWeights(MIXTURE, RouterWeights(planes, planes, 0, None, None), stack, stack)
+    tokens = torch.empty((512, 512), dtype=torch.float16)
+    gated = torch.empty((512, rows // 2), dtype=torch.float16)
+    call = expert_call(64, tile_tokens)
+    gemm.multiply(call, weights, tokens, gated, torch.empty((8, 64, rows)))
+    usage, listing = compiled(catch.found, tmp_path)
+    print(tile_tokens, usage)
+    assert usage.stack == 0
+    assert usage.shared * max(1, catch.grid[0] // MULTIPROCESSORS) <= SHARED_MEMORY
+    assert not is_serialised(catch.found, tmp_path)
+    for size in experts.token_sizes(planes.layout, tile_tokens):
+        assert f"64x{size}x16" in listing
 
 
 @pytest.mark.parametrize("count", [32, 128, 512])

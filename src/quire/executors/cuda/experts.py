@@ -19,7 +19,7 @@ from quire.executors.cuda.gemm import (
     stage_row_bytes,
 )
 from quire.executors.cuda.kernels import experts as kernels
-from quire.executors.cuda.planes import GATED_DIVISOR, Array, PlaneFormat
+from quire.executors.cuda.planes import BLOCK, GATED_DIVISOR, Array, PlaneFormat
 from quire.model.spec import Experts, Scoring
 
 DIRECT_TOKENS = 8  # steps of so few tokens give each pair a tile of its own: nothing is grouped
@@ -35,6 +35,11 @@ class ExpertGemm(Protocol):
 
     def tile_tokens(self, part: Experts, num_tokens: int) -> int:
         """Rows of pairs in a tile."""
+
+    def multiply(
+        self, call: "_Call", weights: ExpertWeights, tokens: Array, gated: Array, sums: Array
+    ) -> None:
+        """Both GEMMs, with the gated rows of pairs between them."""
 
     def multiply_gated(self, call: "_Call", stack: Stack, tokens: Array, out: Array) -> None:
         """Rows of pairs, gated, divided by GATED_DIVISOR: float16 [row, width]."""
@@ -108,8 +113,9 @@ class ExpertRunner:
             self._zeros((most_pairs,), integers),
             self._zeros((chunks * most_experts,), integers),
         )
-        expert, token, row, count = self._zeros((4, most_tiles), integers)
-        self._tiles = kernels.Tiles(expert, token, row, count, self._zeros((1,), integers))
+        expert, token, row, count, ready = self._zeros((5, most_tiles), integers)
+        total, claimed = self._zeros((2, 1), integers)
+        self._tiles = kernels.Tiles(expert, token, row, count, total, ready, claimed)
         self._grouped = self._zeros((most_pairs, width), torch.float16)
         most = max(-(-part.size // 256) * 256 for part in parts)
         self._gated = self._zeros((most_pairs * most,), torch.float16)
@@ -133,8 +139,7 @@ class ExpertRunner:
             tokens = tokens[:num_tokens]
         num_pairs, columns = num_tokens * part.num_used, weights.down.planes.num_columns
         gated = self._gated[: num_pairs * columns].view(num_pairs, columns)
-        self._gemm.multiply_gated(call, weights.gate_up, tokens[:num_pairs], gated)
-        self._gemm.multiply_weighed(call, weights.down, gated, sums)
+        self._gemm.multiply(call, weights, tokens[:num_pairs], gated, sums)
 
     def _route(
         self, weights: ExpertWeights, shape: kernels.RouterShape, tokens: Array, num_tokens: int
@@ -232,6 +237,12 @@ class PortableExperts:
         del part, num_tokens
         return self._tokens
 
+    def multiply(
+        self, call: _Call, weights: ExpertWeights, tokens: Array, gated: Array, sums: Array
+    ) -> None:
+        self.multiply_gated(call, weights.gate_up, tokens, gated)
+        self.multiply_weighed(call, weights.down, gated, sums)
+
     def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
         planes, part = stack.planes, call.part
         grid = (-(-stack.rows_per_expert // self._rows), call.num_tiles)
@@ -284,6 +295,7 @@ class PortableExperts:
 _TOKEN_TILES = (8, 16, 32, 64)
 _LARGE_TILE, _LARGE_MEAN = 128, 256
 _MAX_SIZES = 3  # of tiles, in a launch
+_LARGEST_PAIR_TILE = 64  # tokens of the tiles of a launch of both GEMMs
 _FEW_BLOCKS = 4  # of 256 columns
 _MANY_PROGRAMS = 528  # of 64 rows: enough to fill 132 multiprocessors with half as many of 128
 _REGISTERS, _SHARED_BYTES = 65_536, 232_448  # of a multiprocessor
@@ -303,7 +315,8 @@ def expert_tiling(
         # Warps with two tiles each: one is decoded while the other's wgmma runs. Upper bits beside
         # codes of 2 bits want more registers than eight warps have.
         stages = 4 if tile_tokens == 8 else 3
-        return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128)
+        parts = 8 if layout.by_halves and tile_tokens == 16 else 4
+        return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128, parts)
     warps = rows // 16
     if layout.is_float:
         columns, stages = {8: (256, 3), 128: (64, 4)}.get(tile_tokens, (128, 4 - rows // 128))
@@ -341,9 +354,10 @@ class HopperExperts:
     """Tensor-core GEMMs on GPUs of compute capability 9.0."""
 
     def __init__(self, gemm: HopperGemm, *, dependent_launch: bool) -> None:
-        from quire.executors.cuda.kernels import hopper, hopper_experts
+        from quire.executors.cuda.kernels import hopper, hopper_expert_pair, hopper_experts
 
         self._kernels: Any = hopper_experts
+        self._pair_kernels: Any = hopper_expert_pair
         self._descriptor = hopper.descriptor
         self._gemm = gemm
         self._dependent_launch = dependent_launch
@@ -358,6 +372,25 @@ class HopperExperts:
             return _LARGE_TILE
         return next((size for size in _TOKEN_TILES if size >= 2 * mean), _TOKEN_TILES[-1])
 
+    def multiply(
+        self, call: _Call, weights: ExpertWeights, tokens: Array, gated: Array, sums: Array
+    ) -> None:
+        gate_up, down = weights.gate_up, weights.down
+        shape = self._tiling(call, gate_up)
+        is_pair = (
+            call.num_tokens > DIRECT_TOKENS
+            and gate_up.planes.layout.has_powers
+            and gate_up.planes.layout == down.planes.layout
+            and gate_up.ends_in_half == down.ends_in_half
+            and shape == self._tiling(call, down)
+            and shape.tokens <= _LARGEST_PAIR_TILE
+        )
+        if is_pair:
+            self._launch_pair(call, weights, shape, tokens, gated, sums)
+        else:
+            self.multiply_gated(call, gate_up, tokens, gated)
+            self.multiply_weighed(call, down, gated, sums)
+
     def multiply_gated(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
         option = call.part.activation.value
         self._launch(call, stack, tokens, out, 1.0, option, gated=True)
@@ -365,6 +398,23 @@ class HopperExperts:
     def multiply_weighed(self, call: _Call, stack: Stack, tokens: Array, out: Array) -> None:
         used = call.part.num_used
         self._launch(call, stack, tokens, out, GATED_DIVISOR, used, gated=False)
+
+    def _tiling(self, call: _Call, stack: Stack) -> Tiling:
+        planes = stack.planes
+        num_programs = -(-stack.rows_per_expert // 64) * call.num_tiles
+        shape = expert_tiling(planes.layout, call.tile_tokens, num_programs, planes.num_blocks)
+        return launchable(planes.layout, shape)
+
+    def _token_boxes(
+        self, stack: Stack, tokens: Array, shape: Tiling, sizes: Sequence[int]
+    ) -> list[Any]:
+        """Descriptors of the tokens that a stack multiplies, one for each size of tiles."""
+        if stack.planes.layout.by_halves and stack.ends_in_half:
+            tokens = tokens[
+                :, : stack.planes.num_columns - BLOCK // 2
+            ]  # what lies after is padding
+        boxes = [self._descriptor(tokens, [size, shape.columns], 128) for size in sizes]
+        return boxes + boxes[:1] * (_MAX_SIZES - len(boxes))
 
     def _launch(
         self,
@@ -378,15 +428,11 @@ class HopperExperts:
         gated: bool,
     ) -> None:
         planes = stack.planes
-        num_programs = -(-stack.rows_per_expert // 64) * call.num_tiles
-        shape = expert_tiling(planes.layout, call.tile_tokens, num_programs, planes.num_blocks)
-        shape = launchable(planes.layout, shape)
+        shape = self._tiling(call, stack)
         sizes = token_sizes(planes.layout, call.tile_tokens)
-        boxes = [self._descriptor(tokens, [size, shape.columns], 128) for size in sizes]
-        boxes += boxes[:1] * (_MAX_SIZES - len(boxes))
         num_items = -(-stack.rows_per_expert // shape.rows) * call.num_tiles
         self._kernels.expert_gemm[(min(num_items, resident_programs(planes.layout, shape)),)](
-            *boxes,
+            *self._token_boxes(stack, tokens, shape, sizes),
             *self._gemm.weight_descriptors(planes, shape, ends_in_half=stack.ends_in_half),
             planes.codes if planes.grid is None else planes.grid,
             out,
@@ -403,7 +449,7 @@ class HopperExperts:
             TILING=shape,
             NUM_SIZES=len(sizes),
             FORMAT=planes.layout,
-            ENDS_IN_HALF=planes.layout.has_powers and stack.ends_in_half,
+            ENDS_IN_HALF=planes.layout.by_halves and stack.ends_in_half,
             GATED=gated,
             BIAS=stack.bias is not None,
             OPTION=option,
@@ -411,6 +457,69 @@ class HopperExperts:
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,
+        )
+
+    def _launch_pair(
+        self,
+        call: _Call,
+        weights: ExpertWeights,
+        shape: Tiling,
+        tokens: Array,
+        gated: Array,
+        sums: Array,
+    ) -> None:
+        gate_up, down = weights.gate_up, weights.down
+        layout, ends_in_half = gate_up.planes.layout, gate_up.ends_in_half
+        sizes = token_sizes(layout, call.tile_tokens)
+        codes, _, scales, _ = self._gemm.weight_descriptors(
+            gate_up.planes, shape, ends_in_half=ends_in_half
+        )
+        down_codes, _, down_scales, _ = self._gemm.weight_descriptors(
+            down.planes, shape, ends_in_half=ends_in_half
+        )
+        read = down.planes.num_columns - BLOCK // 2 * ends_in_half  # columns of the gated rows
+        gated_rows = min(gate_up.rows_per_expert, 2 * read)
+        row_tiles = -(-gated_rows // shape.rows) + -(-down.rows_per_expert // shape.rows)
+        num_programs = min(row_tiles * call.num_tiles, resident_programs(layout, shape))
+        self._pair_kernels.expert_pair[(num_programs,)](
+            *self._token_boxes(gate_up, tokens, shape, sizes),
+            *self._token_boxes(down, gated, shape, sizes),
+            codes,
+            scales,
+            down_codes,
+            down_scales,
+            self._half(gate_up, gated, gated_rows, 1.0),
+            self._half(down, sums, down.rows_per_expert, GATED_DIVISOR),
+            1 / GATED_DIVISOR,
+            call.tiles,
+            call.pairs,
+            gate_up.planes.num_blocks,
+            down.planes.num_blocks,
+            TILING=shape,
+            NUM_SIZES=len(sizes),
+            FORMAT=layout,
+            ENDS_IN_HALF=ends_in_half,
+            BIAS=gate_up.bias is not None,
+            ACTIVATION=call.part.activation.value,
+            USED=call.part.num_used,
+            PDL=self._dependent_launch,
+            num_warps=shape.warps,
+            maxnreg=shape.registers,
+            launch_pdl=self._dependent_launch,
+        )
+
+    def _half(self, stack: Stack, out: Array, made_rows: int, divisor: float) -> Any:
+        """One of both GEMMs; `made_rows` of an expert are stored."""
+        planes = stack.planes
+        return self._pair_kernels.Half(
+            out,
+            planes.codes if stack.bias is None else stack.bias,
+            factors(planes, divisor).sums,
+            made_rows,
+            stack.rows_per_expert,
+            stack.used_rows,
+            planes.num_rows,
+            out.stride(0),
         )
 
 

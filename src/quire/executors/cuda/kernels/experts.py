@@ -55,6 +55,8 @@ class Tiles(NamedTuple):
     row: Any  # the first row of sorted pairs
     count: Any  # of rows
     total: Any  # [1]: how many tiles there are
+    ready: Any  # how many parts of a tile's gated rows are stored, where one launch has both GEMMs
+    claimed: Any  # [1]: how many parts of that launch are taken
 
 
 class RouterShape(NamedTuple):
@@ -256,6 +258,8 @@ def _list_tiles(tiles: Tiles, totals, starts, TOKENS: tl.constexpr, SHAPE: tl.co
         tl.store(tiles.row + first + index, row, mask=mask)
         left = tl.minimum(totals - index * TOKENS, TOKENS)
         tl.store(tiles.count + first + index, left, mask=mask)
+        tl.store(tiles.ready + first + index, tl.zeros_like(left), mask=mask)
+    tl.store(tiles.claimed, 0)
     tl.store(tiles.total, tl.sum(needed, axis=0))
 
 

@@ -42,13 +42,13 @@ _DEPENDENT = gl.constexpr(DEPENDENT)
 
 
 @gluon.constexpr_function
-def _sized(TILING, NUM_SIZES, size):
+def sized(TILING, NUM_SIZES, size):
     """The tiling of tiles of one size."""
     return TILING._replace(tokens=TILING.tokens >> NUM_SIZES - 1 - size)
 
 
 @gluon.jit
-def _has_size(count, TILING: gl.constexpr, NUM_SIZES: gl.constexpr, SIZE: gl.constexpr):
+def has_size(count, TILING: gl.constexpr, NUM_SIZES: gl.constexpr, SIZE: gl.constexpr):
     """Whether this is the smallest size with room for so many tokens."""
     most = TILING.tokens >> NUM_SIZES - 1 - SIZE
     if SIZE == 0:
@@ -89,7 +89,7 @@ class ExpertOutput(NamedTuple):
 
 
 @gluon.jit
-def _uniform(x):
+def uniform(x):
     """A loaded value, which is the same in all lanes: so that the assembler knows, too."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;",
@@ -102,13 +102,13 @@ def _uniform(x):
 
 
 @gluon.jit
-def _tile_of(work: Work, item, ROWS: gl.constexpr):
+def tile_of(work: Work, item, ROWS: gl.constexpr):
     index = item // work.num_row_tiles
     row_tile = item % work.num_row_tiles
-    expert_row = _uniform(gl.load(work.tiles.expert + index)) * work.rows_per_expert
+    expert_row = uniform(gl.load(work.tiles.expert + index)) * work.rows_per_expert
     # Rows of padding are zeros, and so is their sum over any columns: one block of them will do.
     num_blocks = gl.where(row_tile * ROWS < work.used_rows, work.num_blocks, 1)
-    count = _uniform(gl.load(work.tiles.count + index))
+    count = uniform(gl.load(work.tiles.count + index))
     return ExpertTile(index, row_tile, expert_row, count, num_blocks)
 
 
@@ -126,11 +126,40 @@ def _load_weights(
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = _tile_of(work, item, TILING.rows)
+        tile = tile_of(work, item, TILING.rows)
         row = tile.expert_row + tile.row_tile * TILING.rows
         stage, phase = load_weight_steps(
             planes, ring, stage, phase, 0, tile.num_blocks * STEPS, row, num_rows, TILING, FORMAT
         )
+
+
+@gluon.jit
+def load_tile_tokens(
+    token_descs,
+    ring: TokenRing,
+    stage,
+    phase,
+    tile: ExpertTile,
+    first,
+    TILING: gl.constexpr,
+    NUM_SIZES: gl.constexpr,
+):
+    """`first`: the tile's first row of tokens. From this stage of the ring on; returns the next one
+    and its phase."""
+    num_stages = tile.num_blocks * (256 // TILING.columns)
+    for size in gl.static_range(NUM_SIZES):
+        if has_size(tile.count, TILING, NUM_SIZES, size):
+            stage, phase = load_token_stages(
+                token_descs[size],
+                ring,
+                stage,
+                phase,
+                0,
+                num_stages,
+                first,
+                sized(TILING, NUM_SIZES, size),
+            )
+    return stage, phase
 
 
 @gluon.jit
@@ -149,21 +178,11 @@ def _load_tokens(
     stage = 0
     phase = 1
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = _tile_of(work, item, TILING.rows)
+        tile = tile_of(work, item, TILING.rows)
         first = gl.load(firsts + tile.index)
-        num_stages = tile.num_blocks * (256 // TILING.columns)
-        for size in gl.static_range(NUM_SIZES):
-            if _has_size(tile.count, TILING, NUM_SIZES, size):
-                stage, phase = load_token_stages(
-                    token_descs[size],
-                    ring,
-                    stage,
-                    phase,
-                    0,
-                    num_stages,
-                    first,
-                    _sized(TILING, NUM_SIZES, size),
-                )
+        stage, phase = load_tile_tokens(
+            token_descs, ring, stage, phase, tile, first, TILING, NUM_SIZES
+        )
 
 
 @gluon.jit
@@ -180,7 +199,7 @@ def _store_weighed(
     halves where registers are few, which the tokens' addresses take."""
     MMA: gl.constexpr = sums_layout(TILING)
     if TILING.parts == 8 and TILING.tokens > 16:
-        HALF: gl.constexpr = _sized(TILING, 2, 0)
+        HALF: gl.constexpr = sized(TILING, 2, 0)
         HALF_MMA: gl.constexpr = sums_layout(HALF)
         both = sums.reshape([TILING.rows, 2, HALF.tokens]).permute((0, 2, 1))
         first, second = gl.split(both)
@@ -202,24 +221,34 @@ def _store_weighed(
 
 
 @gluon.jit
-def _multiply_tile(
+def tile_sums(
     weights: WeightRing,
     tokens: TokenRing,
     at: RingPosition,
     factors,
     tile: ExpertTile,
-    work: Work,
-    output: ExpertOutput,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
     ENDS_IN_HALF: gl.constexpr,
+):
+    """A tile's sums, and the position after it."""
+    num_steps = tile.num_blocks * (256 // step_columns(TILING, FORMAT))
+    return summed(weights, tokens, at, factors, num_steps, TILING, FORMAT, True, ENDS_IN_HALF)
+
+
+@gluon.jit
+def store_tile(
+    sums,
+    tile: ExpertTile,
+    work: Work,
+    output: ExpertOutput,
+    TILING: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
+    """OPTION: the activation where GATED, else how many experts a token uses."""
     MMA: gl.constexpr = sums_layout(TILING)
-    num_steps = tile.num_blocks * (256 // step_columns(TILING, FORMAT))
-    sums, at = summed(weights, tokens, at, factors, num_steps, TILING, FORMAT, True, ENDS_IN_HALF)
     sums = sums * output.sum_factor
     if BIAS:
         row = tile.row_tile * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, MMA))
@@ -240,7 +269,6 @@ def _multiply_tile(
         store_gated(sums, to, TILING, OPTION)
     else:
         _store_weighed(sums, 0, tile, work, output, TILING, OPTION)
-    return at
 
 
 @gluon.jit
@@ -260,28 +288,17 @@ def _multiply(
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
-    """OPTION: the activation where GATED, else how many experts a token uses."""
     at = RingPosition(0, 0, 0, 0)
     weights = with_table(weights, grid, FORMAT, TILING.warps)
     for item in range(gl.program_id(0), num_items, gl.num_programs(0)):
-        tile = _tile_of(work, item, TILING.rows)
+        tile = tile_of(work, item, TILING.rows)
         for size in gl.static_range(NUM_SIZES):
-            if _has_size(tile.count, TILING, NUM_SIZES, size):
-                at = _multiply_tile(
-                    weights,
-                    tokens,
-                    at,
-                    factors,
-                    tile,
-                    work,
-                    output,
-                    _sized(TILING, NUM_SIZES, size),
-                    FORMAT,
-                    ENDS_IN_HALF,
-                    GATED,
-                    BIAS,
-                    OPTION,
+            if has_size(tile.count, TILING, NUM_SIZES, size):
+                SIZED: gl.constexpr = sized(TILING, NUM_SIZES, size)
+                sums, at = tile_sums(
+                    weights, tokens, at, factors, tile, SIZED, FORMAT, ENDS_IN_HALF
                 )
+                store_tile(sums, tile, work, output, SIZED, GATED, BIAS, OPTION)
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
@@ -327,7 +344,7 @@ def expert_gemm(
     LAUNCH: gl.constexpr = _SERIAL if GATED or not PDL else _DEPENDENT
     num_row_tiles = (rows_per_expert + TILING.rows - 1) // TILING.rows
     work = Work(tiles, num_row_tiles, rows_per_expert, used_rows, num_blocks)
-    num_items = _uniform(gl.load(tiles.total)) * num_row_tiles
+    num_items = uniform(gl.load(tiles.total)) * num_row_tiles
     planes = PlaneDescriptors(code_desc, high_desc, scale_desc, delta_desc)
     token_descs = (token_desc, token_desc_1, token_desc_2)
     largest_desc = token_descs[NUM_SIZES - 1]
