@@ -357,6 +357,18 @@ def test_without_invariance_large_steps_are_summed_in_one_part(executor: CudaExe
         assert decoder._num_splits(linear, 64) == 4
 
 
+def test_splits_that_a_gemm_adds_are_read_as_one(executor: CudaExecutor, monkeypatch: Any) -> None:
+    decoder = executor._decoder
+    linear = replace(executor._weights.layers[0].dense.down, num_splits=4)
+    added = []
+    monkeypatch.setattr(decoder._gemm, "adds_splits", lambda _linear, _count: True)
+    monkeypatch.setattr(decoder._gemm, "multiply_added", lambda *given: added.append(given))
+    assert decoder._multiply(linear, decoder.gated, 2).num_splits == 1
+    [(_, _, out, _)] = added
+    assert out.shape == (decoder._limits.num_tokens, linear.num_rows)
+    assert out.data_ptr() == decoder._sums.data_ptr()
+
+
 def test_rows_sampled_in_groups_are_the_same(executor: CudaExecutor, monkeypatch: Any) -> None:
     def plans() -> list[SequencePlan]:
         return [

@@ -149,6 +149,48 @@ def test_a_gemm_fits_its_registers_and_runs_on_tensor_cores(
     assert f"64x{cut.tokens}x16" in listing
 
 
+@pytest.mark.parametrize("format_name", DECODED)
+def test_a_gemm_that_adds_its_splits_fits_its_registers(
+    format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    gemm = HopperGemm()
+    catch = _Catch(gemm._kernels.gemm)
+    monkeypatch.setattr(gemm._kernels, "gemm", catch)
+    linear = replace(made(format_name, 4096, gated=False), num_splits=4)
+    assert gemm.adds_splits(linear, 2048)
+    tokens = torch.empty((2048, 512), dtype=torch.float16)
+    gemm.multiply_added(linear, tokens, torch.empty((2048, 4096)), 2048)
+    assert catch.grid == (8, 32, 1)
+    usage, listing = compiled(catch.found, tmp_path)
+    print(format_name, usage)
+    assert usage.stack == 0
+    assert usage.shared <= SHARED_MEMORY
+    assert usage.can_launch
+    assert "64x256x16" in listing
+    assert re.search(r"REDG?\.E\.ADD", listing)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_splits", "num_tokens", "adds"),
+    [
+        (4096, 4, 2048, True),
+        (4096, 4, 1024, True),
+        (4096, 4, 1536, False),  # the second wave of programs would be short
+        (4096, 4, 512, False),
+        (4096, 2, 2048, False),
+        (1024, 4, 2048, False),
+    ],
+)
+def test_splits_are_added_where_programs_without_them_fill_the_gpu(
+    num_rows: int, num_splits: int, num_tokens: int, adds: bool
+) -> None:
+    pretend()
+    linear = made("Q4_K", num_rows, gated=False)
+    linear = replace(linear, num_splits=num_splits)
+    assert HopperGemm().adds_splits(linear, num_tokens) == adds
+
+
 @pytest.mark.parametrize("num_tokens", TOKENS)
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_a_ternary_gemm_runs_on_the_tensor_cores_integers(

@@ -504,10 +504,16 @@ class Decoder:
 
     def _multiply(self, linear: Linear, tokens: Array, count: int, after: int = 0) -> Added:
         """A GEMM, into `_sums`: [split, token, row], behind the first `after` splits."""
-        splits = after + self._num_splits(linear, count)
+        splits = self._num_splits(linear, count)
+        # Behind others the reader would add them in another order.
+        adds = splits > 1 and after == 0 and self._gemm.adds_splits(linear, count)
+        splits = 1 if adds else after + splits
         shape = (splits, self._limits.num_tokens, linear.num_rows)
         sums = self._sums[: math.prod(shape)].view(shape)
-        self._gemm.multiply(linear, tokens, sums[after:], count)
+        if adds:
+            self._gemm.multiply_added(linear, tokens, sums[0], count)
+        else:
+            self._gemm.multiply(linear, tokens, sums[after:], count)
         return Added(splits, linear)
 
     def _norm(

@@ -24,6 +24,12 @@ class Gemm(Protocol):
         """sums[split, token, row], with as many splits of the columns as `sums` has room for; the
         reader adds the splits in order."""
 
+    def adds_splits(self, linear: Linear, num_tokens: int) -> bool:
+        """Whether `multiply_added` is the faster way to the sum of all splits."""
+
+    def multiply_added(self, linear: Linear, tokens: Array, out: Array, num_tokens: int) -> None:
+        """out[token, row], with the bits that a reader of `multiply`'s splits gets."""
+
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
     ) -> None:
@@ -111,6 +117,13 @@ class PortableGemm:
     def multiply(self, linear: Linear, tokens: Array, sums: Array, num_tokens: int) -> None:
         for segment in linear.segments:
             self._multiply(segment, linear, tokens, sums, num_tokens)
+
+    def adds_splits(self, linear: Linear, num_tokens: int) -> bool:
+        del linear, num_tokens
+        return False
+
+    def multiply_added(self, linear: Linear, tokens: Array, out: Array, num_tokens: int) -> None:
+        raise NotImplementedError
 
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
@@ -336,6 +349,19 @@ def _large_tiling(layout: PlaneFormat, num_rows: int, num_splits: int, num_token
     return Tiling(128, 256, 64, 4, weight_stages, 8, 168)
 
 
+# Splits that are worth adding in the GEMM. It saves their reader bytes, and costs a wait for the
+# last products of each split.
+_MIN_ADDED_SPLITS = 4
+_FULL_WAVE = 0.9  # of the multiprocessors
+
+
+def _fills_waves(num_rows: int, num_tokens: int) -> bool:
+    """Whether programs of the largest tiles, without splits, leave few multiprocessors idle: each
+    takes one."""
+    num_tiles = -(-num_rows // 128) * -(-num_tokens // 256)
+    return num_tiles >= _FULL_WAVE * MULTIPROCESSORS * -(-num_tiles // MULTIPROCESSORS)
+
+
 class TernaryTiling(NamedTuple):
     """The same for ternary weights; a stage holds 256 columns of weights and of tokens."""
 
@@ -395,6 +421,26 @@ class HopperGemm:
             shape = self._tiling(segment, linear, num_tokens)
             self.launch(segment, linear, tokens, sums, num_tokens, shape, is_first=index == 0)
 
+    def adds_splits(self, linear: Linear, num_tokens: int) -> bool:
+        return linear.num_splits >= _MIN_ADDED_SPLITS and all(
+            not segment.planes.is_ternary and _fills_waves(segment.planes.num_rows, num_tokens)
+            for segment in linear.segments
+        )
+
+    def multiply_added(self, linear: Linear, tokens: Array, out: Array, num_tokens: int) -> None:
+        for index, segment in enumerate(linear.segments):
+            layout = segment.planes.layout
+            self.launch(
+                segment,
+                linear,
+                tokens,
+                out[None],
+                num_tokens,
+                launchable(layout, tiling(layout, linear.num_rows, 1, num_tokens)),
+                is_first=index == 0,
+                added_splits=linear.num_splits,
+            )
+
     def multiply_gated(
         self, linear: Linear, tokens: Array, sums: Array | None, out: Array, num_tokens: int
     ) -> None:
@@ -418,8 +464,10 @@ class HopperGemm:
         *,
         gated: bool = False,
         is_first: bool = True,
+        added_splits: int = 0,
     ) -> None:
-        """One segment's kernel; those after the first run concurrently with it."""
+        """One segment's kernel; those after the first run concurrently with it. `added_splits`:
+        `out` has room for one split, to which so many are added."""
         planes = segment.planes
         kernels = self._kernels
         num_splits = 1 if gated else out.shape[0]
@@ -437,12 +485,13 @@ class HopperGemm:
             planes.num_rows,
             planes.num_blocks,
             out.stride(-2),
-            0 if gated else out.stride(0),
+            0 if gated or added_splits else out.stride(0),
             TILING=shape,
             FORMAT=planes.layout,
             ACTIVATION=linear.activation.value if gated else None,
             BIAS=segment.bias is not None,
             LAUNCH=self._order(is_first),
+            ADDED_SPLITS=added_splits,
             num_warps=shape.warps,
             maxnreg=shape.registers,
             launch_pdl=self._dependent_launch,

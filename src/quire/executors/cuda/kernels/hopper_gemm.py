@@ -123,6 +123,11 @@ def _shares_empty(TILING, FORMAT):
 
 
 @gluon.jit
+def _num_blocks_of(split, num_blocks, num_splits):
+    return num_blocks // num_splits + gl.where(split < num_blocks % num_splits, 1, 0)
+
+
+@gluon.jit
 def staged_tokens(ring: TokenRing, stage, TILING: gl.constexpr):
     """A stage, [tokens, columns]: all of it, or its beginning where the ring has larger tiles."""
     tokens = ring.tokens.index(stage)
@@ -564,6 +569,54 @@ def store_gated(sums, output: GatedOutput, TILING: gl.constexpr, ACTIVATION: gl.
     gl.store(address, product, mask=mask)
 
 
+# $1[$2] = $3 where $4, else $1[$2] += $3; nothing where the index is negative. Memory adds as
+# registers do, except that it makes subnormal sums 0.
+_ASM_ADD = gl.constexpr(
+    """
+    {
+    .reg .pred is_there, is_stored, is_added;
+    .reg .b64 address;
+    setp.ge.s32 is_there, $2, 0;
+    mad.wide.s32 address, $2, 4, $1;
+    setp.ne.and.s32 is_stored, $4, 0, is_there;
+    setp.eq.and.s32 is_added, $4, 0, is_there;
+    @is_stored st.global.f32 [address], $3;
+    @is_added red.relaxed.gpu.global.add.f32 [address], $3;
+    mov.b32 $0, 0;
+    }
+    """
+)
+
+
+@gluon.jit
+def _add_tokens(sums, tile: Tile, FIRST: gl.constexpr, output: Output, TILING: gl.constexpr):
+    """Store the sums of a tile's tokens from FIRST on, or add them where a split was stored before:
+    by this thread, so that the order is certain. By few tokens at once: addresses of all would not
+    fit the registers."""
+    TOKENS: gl.constexpr = sums.shape[1]
+    if TOKENS > 16:
+        HALF: gl.constexpr = TOKENS // 2
+        first, second = gl.split(sums.reshape([TILING.rows, 2, HALF]).permute((0, 2, 1)))
+        _add_tokens(first, tile, FIRST, output, TILING)
+        _add_tokens(second, tile, FIRST + HALF, output, TILING)
+    else:
+        LAYOUT: gl.constexpr = sums.type.layout
+        row = tile.row * TILING.rows + gl.arange(0, TILING.rows, layout=gl.SliceLayout(1, LAYOUT))
+        token = tile.token * TILING.tokens + FIRST
+        token += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+        mask = (token < output.num_tokens)[None, :] & (row < output.num_rows)[:, None]
+        index = token[None, :] * output.row_stride + row[:, None]
+        is_first = (tile.split == 0).to(gl.int32)
+        gl.inline_asm_elementwise(
+            _ASM_ADD,
+            "=r,l,r,f,r",
+            [output.out.to(gl.int64), gl.where(mask, index, -1), sums, is_first],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @gluon.jit
 def _epilogue(
     sums,
@@ -573,8 +626,10 @@ def _epilogue(
     TILING: gl.constexpr,
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
+    ADDS: gl.constexpr,
 ):
-    """Undo the exponent, add the bias in the first split, and store what the next kernel reads."""
+    """Undo the exponent, add the bias in the first split, and store what the next kernel reads.
+    ADDS: add splits after the first to what is there."""
     ROWS: gl.constexpr = TILING.rows
     sums = sums * output.sum_factor
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
@@ -596,6 +651,8 @@ def _epilogue(
             output.row_stride,
         )
         store_gated(sums, to, TILING, ACTIVATION)
+    elif ADDS:
+        _add_tokens(sums, tile, 0, output, TILING)
     else:
         row = tile.row * ROWS + rows
         token = tile.token * TILING.tokens + gl.arange(
@@ -664,21 +721,36 @@ def _multiply(
     factors,
     tile: Tile,
     output: Output,
+    num_blocks,
     TILING: gl.constexpr,
     FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
+    ADDED_SPLITS: gl.constexpr,
 ):
     MMA: gl.constexpr = sums_layout(TILING)
+    STEPS: gl.constexpr = _BLOCK // step_columns(TILING, FORMAT)  # of a block
     stage = 0
     phase = 0
     at = RingPosition(stage, phase, stage, phase)
     weights = with_table(weights, grid, FORMAT, TILING.warps)
-    sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False, False)
-    if LAUNCH == _CONCURRENT:
-        wait_for_previous_kernel()
-    _epilogue(sums, tile, output, MMA, TILING, ACTIVATION, BIAS)
+    if ADDED_SPLITS > 0:
+        for split in range(ADDED_SPLITS):
+            steps = _num_blocks_of(split, num_blocks, ADDED_SPLITS) * STEPS
+            sums, at = summed(weights, tokens, at, factors, steps, TILING, FORMAT, True, False)
+            # The stride is 0, which the compiler does not know: addresses that no split changed
+            # would be kept in registers that there are not.
+            none = split * output.split_stride
+            of_split = Tile(tile.row + none, split, tile.token + none, 0, steps)
+            if LAUNCH == _CONCURRENT:
+                wait_for_previous_kernel()
+            _epilogue(sums, of_split, output, MMA, TILING, None, BIAS, True)
+    else:
+        sums, _ = summed(weights, tokens, at, factors, tile.num_steps, TILING, FORMAT, False, False)
+        if LAUNCH == _CONCURRENT:
+            wait_for_previous_kernel()
+        _epilogue(sums, tile, output, MMA, TILING, ACTIVATION, BIAS, False)
 
 
 # ---- the kernel
@@ -774,12 +846,14 @@ def gemm(
     ACTIVATION: gl.constexpr,
     BIAS: gl.constexpr,
     LAUNCH: gl.constexpr,
+    ADDED_SPLITS: gl.constexpr = 0,
 ):
     """out[split, token, row] = sum over the split's columns of weights[row, :] * tokens[token, :].
 
     Split-K: each split sums its own blocks of 256 columns, and the kernel that reads the sums adds
-    the splits in order. With an ACTIVATION, out[token, i] = activation(gate i) * up i *
-    gated_factor, without splits; None: sums are stored.
+    the splits in order. ADDED_SPLITS: a program sums that many splits and adds them itself, in the
+    same order, into out[token, row]; the grid has one, and `split_stride` is 0. With an ACTIVATION,
+    out[token, i] = activation(gate i) * up i * gated_factor, without splits; None: sums are stored.
     `factors` are gemm.Factors, `grid` the table of a format's points. The descriptors cannot come
     in a tuple: Triton's launcher takes them as arguments only.
     """
@@ -789,7 +863,7 @@ def gemm(
     row_tile = gl.program_id(1)
     split = gl.program_id(2)
     num_splits = gl.num_programs(2)
-    count = num_blocks // num_splits + gl.where(split < num_blocks % num_splits, 1, 0)
+    count = _num_blocks_of(split, num_blocks, num_splits)
     first = split * (num_blocks // num_splits) + gl.minimum(split, num_blocks % num_splits)
     STEP: gl.constexpr = step_columns(TILING, FORMAT)
     num_steps = count * (_BLOCK // STEP)
@@ -811,11 +885,13 @@ def gemm(
                     factors,
                     tile,
                     output,
+                    num_blocks,
                     TILING,
                     FORMAT,
                     ACTIVATION,
                     BIAS,
                     LAUNCH,
+                    ADDED_SPLITS,
                 ),
             ),
             (
