@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -38,3 +38,12 @@ def compiled_together() -> Iterator[None]:
                 JITFunction.run = run
     finally:
         active_mode.set(None)  # Triton leaves it set where a kernel does not compile
+
+
+def compiles_together(key: str, compile_kernel: Callable[[], object]) -> bool:
+    """Whether this thread's launches only compile; if so, `compile_kernel` runs beside the others,
+    once for a key."""
+    mode = active_mode.get()
+    if mode is not None:
+        mode.submit(key, compile_kernel, lambda _: None)
+    return mode is not None
