@@ -74,6 +74,7 @@ class EitherExecutor(ExecutorBase):
     def warm_up(self) -> None:
         for side in self._sides:
             side.warm_up()
+            self.fallback = self.fallback or side.fallback
         super().warm_up()
 
     def submit(self, plan: StepPlan) -> EitherTicket:

@@ -136,6 +136,7 @@ class PlacedExecutor(ThreadedExecutor):
 
     def warm_up(self) -> None:
         self._last.executor.warm_up()
+        self.fallback = self.fallback or self._last.executor.fallback
         super().warm_up()
 
     def cancel(self, ticket: StepTicket) -> None:

@@ -518,6 +518,8 @@ class CudaDevice(Device):
         )
         executor = CudaExecutor(model, sizes, layout=grouped(model.spec, BLOCK_SIZE))
         _warm_up(executor)
+        if executor.fallback is not None:
+            _warn_once(executor.fallback)
         return executor
 
 

@@ -279,6 +279,114 @@ def test_attention_reads_what_tma_loaded(
     assert (merged.found is not None) == (num_splits > 0)
 
 
+class _Prefill:
+    """Stands for the kernel in CUDA C++."""
+
+    def __init__(self, *, takes: bool, runs: bool) -> None:
+        self.fallback = None if runs else "no NVRTC"
+        self._takes, self._runs = takes, runs
+        self.launched: list[tuple[int, bool]] = []
+
+    def takes(self, *_: object) -> bool:
+        return self._takes
+
+    def attend(self, *arguments: Any, is_dependent: bool) -> bool:
+        if self._runs:
+            self.launched.append((arguments[-1], is_dependent))
+        return self._runs
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "takes", "runs", "in_cuda"),
+    [
+        (2048, True, True, True),
+        (256, True, True, False),
+        (2048, False, True, False),
+        (2048, True, False, False),
+    ],
+)
+def test_large_steps_attend_in_cuda_where_that_kernel_runs(
+    num_tokens: int, takes: bool, runs: bool, in_cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend()
+    spec: Any = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128)
+    options = {"PDL": True, "launch_pdl": True}
+    splits = launchers._Splits(spec, 1, 1, "cpu")
+    prefill: Any = _Prefill(takes=takes, runs=runs)
+    attention = launchers.HopperAttention(
+        spec, splits, 16, options, 4, has_prefill=True, cuda_prefill=prefill
+    )
+    catches = [_Catch(kernels.attend) for kernels in (attention._prefill, attention._kernels)]
+    monkeypatch.setattr(attention._prefill, "attend", catches[0])
+    monkeypatch.setattr(attention._kernels, "attend", catches[1])
+    keys = torch.empty((8, 8, 16, 128), dtype=torch.bfloat16)
+    integers = torch.empty((5, num_tokens), dtype=torch.int32)
+    inputs = launchers.AttentionInput(
+        queries=torch.empty((num_tokens, 32, 128), dtype=torch.bfloat16),
+        tables=integers[0],
+        tiles=plain_attention.TokenTiles(*integers),
+        out=torch.empty((num_tokens, 32 * 128), dtype=torch.float16),
+    )
+    attention.attend(inputs, launchers.LayerCache(keys, keys), launchers.LayerAttention(0.1), 0)
+    assert prefill.launched == ([(num_tokens // 32 + 4, True)] if in_cuda else [])
+    assert [catch.found is not None for catch in catches] == [
+        num_tokens > 256 and not in_cuda,
+        num_tokens <= 256,
+    ]
+    assert attention.fallback == prefill.fallback
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "query_dtype", "kv_dtype", "wanted"),
+    [
+        (128, torch.bfloat16, torch.bfloat16, True),
+        (64, torch.bfloat16, torch.bfloat16, False),
+        (256, torch.bfloat16, torch.bfloat16, False),
+        (128, torch.float32, torch.float16, False),
+        (128, torch.bfloat16, torch.int8, False),
+    ],
+)
+def test_the_kernel_in_cuda_is_compiled_for_models_it_is_made_for(
+    head_dim: int, query_dtype: Any, kv_dtype: Any, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill: Any = _Prefill(takes=True, runs=True)
+    made = _Made(prefill)
+    monkeypatch.setattr(launchers, "CudaPrefill", made)
+    for is_hopper in (True, False):  # without is another GPU, or QUIRE_CUDA_KERNELS=plain
+
+        def runs_hopper_kernels(device: str, found: bool = is_hopper) -> bool:
+            return found
+
+        monkeypatch.setattr(launchers, "runs_hopper_kernels", runs_hopper_kernels)
+        spec: Any = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=head_dim)
+        attention = launchers.attention_for(
+            spec,
+            max_split_tokens=1,
+            max_splits=1,
+            max_sequences=4,
+            block_size=16,
+            launch_options={},
+            device="cpu",
+            query_dtype=query_dtype,
+            kv_dtype=kv_dtype,
+        )
+        own = getattr(attention, "_cuda_prefill", None)
+        assert own is (prefill if wanted and is_hopper else None)
+        assert attention.fallback is None
+
+
+class _Made:
+    """Stands for the class CudaPrefill."""
+
+    HEAD_DIM = launchers.CudaPrefill.HEAD_DIM
+
+    def __init__(self, kernel: _Prefill) -> None:
+        self._kernel = kernel
+
+    def __call__(self) -> _Prefill:
+        return self._kernel
+
+
 @pytest.mark.parametrize("kept", ["int8", "uint8"])
 @pytest.mark.parametrize("num_tokens", [4, 2048])
 def test_attention_over_codes_beside_queries_in_float32_fits_its_registers(

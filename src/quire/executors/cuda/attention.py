@@ -1,9 +1,11 @@
 """Attention: how a layer's is launched, as kernels/hopper_attention.py or as kernels/attention.py.
 
 Each is one function of a token's row. The model and the GPU decide which of them runs, never the
-batch; large steps run kernels/hopper_prefill.py, which has hopper_attention.py's bits.
+batch; large steps run kernels/hopper_prefill.py, which has hopper_attention.py's bits, or, where it
+is made for the model and compiles, kernels/prefill.cu with the same bits.
 """
 
+import ctypes
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import triton
 
+from quire.executors.cuda.compiling import compiles_together
+from quire.executors.cuda.cuda_source import Compiler, CudaError, CudaKernel, Nvrtc, TensorMap
 from quire.executors.cuda.device import runs_hopper_kernels
 from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.kernels.attention import AttentionShape, SplitBuffers, TokenTiles
@@ -81,6 +85,10 @@ class LayerCache(NamedTuple):
 
 
 class Attention(Protocol):
+    @property
+    def fallback(self) -> str | None:
+        """Why a slower kernel than usual runs; known once all are compiled."""
+
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         """Tokens of one sequence that a program takes in steps of that shape."""
 
@@ -133,6 +141,8 @@ class _Splits:
 
 class PlainAttention:
     """Triton, for any GPU and for the interpreter."""
+
+    fallback: str | None = None
 
     def __init__(
         self,
@@ -188,6 +198,113 @@ class PlainAttention:
             )
 
 
+class _PrefillArguments(ctypes.Structure):
+    """Arguments of kernels/prefill.cu."""
+
+    _fields_ = (
+        ("queries", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("tile_rows", ctypes.c_void_p),
+        ("tile_counts", ctypes.c_void_p),
+        ("tile_positions", ctypes.c_void_p),
+        ("tile_tables", ctypes.c_void_p),
+        ("tile_starts", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scale", ctypes.c_float),
+        ("out_stride", ctypes.c_int),
+        ("num_heads", ctypes.c_int),
+        ("num_kv_heads", ctypes.c_int),
+        ("group", ctypes.c_int),
+    )
+
+
+class CudaPrefill:
+    """kernels/prefill.cu in place of kernels/hopper_prefill.py, where it can be compiled and
+    loaded."""
+
+    FILE = "prefill.cu"
+    HEAD_DIM = 128
+    BLOCK_SIZE = 16
+    THREADS = 384
+    SHARED_BYTES = 229_504
+    _COLUMNS = 64  # of a tile in shared memory
+
+    def __init__(self, compiler: Compiler | None = None) -> None:
+        self.fallback: str | None = None
+        self._kernel: CudaKernel | None = None
+        try:
+            compiler = compiler or Nvrtc()
+        except CudaError as error:
+            self._give_up(error)
+            return
+        self._kernel = CudaKernel(self.FILE, "attend", self.THREADS, self.SHARED_BYTES, compiler)
+
+    def takes(self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention) -> bool:
+        """Whether the kernel computes such a layer."""
+        _, _, block_size, head_dim = cache.keys.shape
+        is_plain = layer.window is None and layer.sinks is None and not layer.soft_cap
+        return (
+            is_plain
+            and (head_dim, block_size) == (self.HEAD_DIM, self.BLOCK_SIZE)
+            and inputs.queries.dtype is torch.bfloat16
+            and cache.keys.dtype is torch.bfloat16
+            and inputs.out.dtype is torch.float16
+        )
+
+    def attend(
+        self,
+        inputs: AttentionInput,
+        cache: LayerCache,
+        layer: LayerAttention,
+        num_tiles: int,
+        *,
+        is_dependent: bool,
+    ) -> bool:
+        """Launch the kernel, or have it compiled where kernels are compiled together. False: it
+        does not run here, and nothing was launched."""
+        kernel = self._kernel
+        if kernel is None:
+            return False
+        if compiles_together(self.FILE, self._compile):
+            return True
+        try:
+            kernel.load()
+        except CudaError as error:
+            self._give_up(error)
+            return False
+        _, num_heads, _ = inputs.queries.shape
+        num_kv_heads = cache.keys.shape[1]
+        box = (self.BLOCK_SIZE, self._COLUMNS)
+        arguments = _PrefillArguments(
+            inputs.queries.data_ptr(),
+            inputs.tables.data_ptr(),
+            *(array.data_ptr() for array in inputs.tiles),
+            inputs.out.data_ptr(),
+            layer.exp2_scale,
+            inputs.out.stride(0),
+            num_heads,
+            num_kv_heads,
+            triton.next_power_of_2(num_heads // num_kv_heads),
+        )
+        maps = (TensorMap(x.view(-1, self.HEAD_DIM), box) for x in (cache.keys, cache.values))
+        grid = (num_kv_heads, num_tiles, 1)
+        kernel.launch(grid, (*maps, arguments), is_dependent=is_dependent)
+        return True
+
+    def _compile(self) -> None:
+        assert self._kernel is not None
+        try:
+            self._kernel.compile()
+        except CudaError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: CudaError) -> None:
+        """The Gluon kernel has the same bits."""
+        self._kernel = None
+        why = str(error).partition("\n")[0]
+        self.fallback = f"{why}: attention of prompts runs in Gluon, slower"
+
+
 class HopperAttention:
     """TMA and wgmma, for heads of 64, 128 or 256."""
 
@@ -200,6 +317,7 @@ class HopperAttention:
         max_sequences: int,
         *,
         has_prefill: bool = False,
+        cuda_prefill: CudaPrefill | None = None,
     ) -> None:
         from quire.executors.cuda.kernels import hopper, hopper_attention, hopper_prefill
 
@@ -213,6 +331,11 @@ class HopperAttention:
         self._max_sequences = max_sequences
         self._group = _group(spec)
         self._has_prefill = has_prefill and spec.head_dim <= _MAX_PREFILL_DIM
+        self._cuda_prefill = cuda_prefill
+
+    @property
+    def fallback(self) -> str | None:
+        return None if self._cuda_prefill is None else self._cuda_prefill.fallback
 
     def _rows(self, num_tokens: int) -> int:
         if self._has_prefill and num_tokens > _SMALL_STEP:
@@ -232,6 +355,9 @@ class HopperAttention:
         # Every sequence has at most one tile that is not full.
         num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
         num_tiles = min(num_tokens, num_full + self._max_sequences)
+        is_prefill = shape.rows == self._prefill.ROWS
+        if is_prefill and self._attend_in_cuda(inputs, cache, layer, num_tiles):
+            return
         box = [self._block_size, self._kernels.COLUMNS]
         swizzle = self._kernels.COLUMNS * cache.keys.element_size()
         keys = self._descriptor(cache.keys.view(-1, spec.head_dim), box, swizzle)
@@ -241,7 +367,7 @@ class HopperAttention:
         last = (layer.exp2_scale, layer.num_seen, stride, layer.sinks, layer.exp2_soft_cap)
         options: dict[str, Any] = {"SHAPE": shape, "WINDOWED": layer.window is not None}
         options |= {"enable_fp_fusion": False} | self._launch_options
-        if shape.rows == self._prefill.ROWS:
+        if is_prefill:
             options |= {"num_warps": self._prefill.WARPS, "maxnreg": self._prefill.REGISTERS}
             launch = self._prefill.attend[(spec.num_kv_heads, num_tiles)]
             launch(inputs.queries, keys, values, *rows, *last, **options)
@@ -263,6 +389,15 @@ class HopperAttention:
         if num_splits:
             self._splits.merge(inputs, num_tiles, num_splits, layer, shape, self._launch_options)
 
+    def _attend_in_cuda(
+        self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_tiles: int
+    ) -> bool:
+        kernel = self._cuda_prefill
+        if kernel is None or not kernel.takes(inputs, cache, layer):
+            return False
+        is_dependent = self._launch_options.get("launch_pdl", False)
+        return kernel.attend(inputs, cache, layer, num_tiles, is_dependent=is_dependent)
+
 
 def attention_for(
     spec: Heads,
@@ -283,13 +418,16 @@ def attention_for(
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
+        has_prefill = query_dtype is not torch.float32 and kv_dtype.itemsize == 2
+        is_cuda = has_prefill and spec.head_dim == CudaPrefill.HEAD_DIM
         return HopperAttention(
             spec,
             splits,
             block_size,
             launch_options,
             max_sequences,
-            has_prefill=query_dtype is not torch.float32 and kv_dtype.itemsize == 2,
+            has_prefill=has_prefill,
+            cuda_prefill=CudaPrefill() if is_cuda else None,
         )
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
 

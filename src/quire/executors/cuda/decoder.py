@@ -255,6 +255,11 @@ class Decoder:
     def num_layers(self) -> int:
         return len(self._layers)
 
+    @property
+    def fallback(self) -> str | None:
+        """Why slower attention than usual runs; known once it is compiled."""
+        return self._attention.fallback
+
     def tokens_per_tile(self, shape: BodyShape) -> int:
         """Tokens of one sequence that an attention program takes."""
         return self._attention.tokens_per_tile(shape.num_tokens, shape.num_splits)

@@ -155,7 +155,7 @@ class CudaExecutor(ExecutorBase):
                 windows=layout.windows,
             ),
             kernels=self._kernel_names(gemm.name),
-            fallback=gemm.fallback if self._is_gpu else None,
+            fallback=(gemm.fallback or self._decoder.fallback) if self._is_gpu else None,
             is_warm=False,
             clock=clock,
         )
@@ -205,6 +205,7 @@ class CudaExecutor(ExecutorBase):
                 with self._runner.stream(), buffers_memory(self._device):
                     self._sampler.capture(self._runner.row_sizes, self._runner.captured)
                     self._sampler.rehearse()  # each capture gave torch's free memory to the driver
+                self.fallback = self.fallback or self._decoder.fallback  # of what did not compile
             super().warm_up()
 
     def submit(self, plan: StepPlan) -> CudaTicket:
