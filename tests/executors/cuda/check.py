@@ -1,6 +1,7 @@
 """Every GEMM, attention and mixture of experts on this machine's GPU at real shapes, in one table.
 
-    python -m tests.executors.cuda.check
+    python -m tests.executors.cuda.check            everything
+    python -m tests.executors.cuda.check --prefill  prompts in CUDA C++ beside Gluon alone
 
 Errors are against float64 over the weights as the reference decoders give them, relative in the
 2-norm; `bits` says whether a token's sums were the same in every batch. Attention's errors come of
@@ -8,9 +9,10 @@ weights rounded to bfloat16.
 """
 
 import argparse
+import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -22,10 +24,12 @@ from quire.executors.cuda.attention import (
     SPLIT_SIZE,
     Attention,
     AttentionInput,
+    HopperAttention,
     LayerAttention,
     LayerCache,
     attention_for,
 )
+from quire.executors.cuda.device import runs_hopper_kernels
 from quire.executors.cuda.expert_weights import ExpertLoader
 from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, HopperGemm, gemm_for
@@ -164,6 +168,7 @@ class AttentionCase:
     spec: AttentionShape
     layer: LayerAttention
     lengths: Sequence[int]
+    chunks: Sequence[int]  # tokens of each that the step computes
     keys: Array
     values: Array
     tables: list[list[int]]
@@ -171,7 +176,11 @@ class AttentionCase:
 
     @classmethod
     def made(
-        cls, spec: AttentionShape, layer: LayerAttention, lengths: Sequence[int]
+        cls,
+        spec: AttentionShape,
+        layer: LayerAttention,
+        lengths: Sequence[int],
+        chunks: Sequence[int] = (),
     ) -> "AttentionCase":
         generator = torch.Generator("cuda").manual_seed(7)
         counts = [-(-length // BLOCK_SIZE) for length in lengths]
@@ -186,17 +195,25 @@ class AttentionCase:
                 for array in kept:
                     own = (spec.num_kv_heads, used, spec.head_dim)
                     array[block, :, :used] = torch.randn(own, generator=generator, device="cuda")
-        tokens = sum(chunk_of(length) for length in lengths)
+        chunks = chunks or [chunk_of(length) for length in lengths]
+        tokens = sum(chunks)
         queries = torch.randn(
             (tokens, spec.num_heads, spec.head_dim), generator=generator, device="cuda"
         ).bfloat16()
         layer = layer._replace(scale=layer.scale or spec.head_dim**-0.5)
         if layer.soft_cap:
             layer = layer._replace(sinks=torch.linspace(-4, 4, spec.num_heads, device="cuda"))
-        return cls(spec, layer, lengths, kept[0], kept[1], tables, queries)
+        return cls(spec, layer, lengths, chunks, kept[0], kept[1], tables, queries)
 
-    def found(self, attention: Attention, num_tokens: int, num_splits: int = 0) -> Array:
-        """All rows, in a step padded to so many tokens."""
+    def found(
+        self,
+        attention: Attention,
+        num_tokens: int,
+        num_splits: int = 0,
+        *,
+        captured: bool = False,
+    ) -> Array:
+        """All rows, in a step padded to so many tokens. `captured`: by a graph, run once before."""
         spec = self.spec
         tiles = self._tiles(attention.tokens_per_tile(num_tokens, num_splits), num_tokens)
         queries = torch.zeros((num_tokens, *self.queries.shape[1:]), device="cuda").bfloat16()
@@ -206,15 +223,21 @@ class AttentionCase:
         blocks = list(chain.from_iterable(self.tables))
         flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
         given = AttentionInput(queries, flat, tiles, out)
-        attention.attend(given, LayerCache(self.keys, self.values), self.layer, num_splits)
+        cache = LayerCache(self.keys, self.values)
+        attention.attend(given, cache, self.layer, num_splits)
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                attention.attend(given, cache, self.layer, num_splits)
+            out.fill_(float("nan"))
+            graph.replay()
         width = spec.num_heads * spec.head_dim
         return to_natural_order(out[: len(self.queries)])[:, :width]
 
     def _tiles(self, tokens: int, num_tokens: int) -> TokenTiles:
         rows: list[tuple[int, ...]] = []
         row = table = 0
-        for length, blocks in zip(self.lengths, self.tables, strict=True):
-            count = chunk_of(length)
+        for length, count, blocks in zip(self.lengths, self.chunks, self.tables, strict=True):
             first = length - count
             for start in range(0, count, tokens):
                 own = min(tokens, count - start)
@@ -229,8 +252,7 @@ class AttentionCase:
         group = spec.num_heads // spec.num_kv_heads
         outputs = []
         row = 0
-        for length, table in zip(self.lengths, self.tables, strict=True):
-            count = chunk_of(length)
+        for length, count, table in zip(self.lengths, self.chunks, self.tables, strict=True):
             keys, values = (
                 array[table].transpose(0, 1).flatten(1, 2)[:, :length].double()
                 for array in (self.keys, self.values)
@@ -260,9 +282,17 @@ def check_attention(
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
     case = AttentionCase.made(spec, layer, lengths)
     num_splits = -(-max(lengths) // SPLIT_SIZE)
-    major = torch.cuda.get_device_capability()[0]
-    is_hopper = major >= 9
-    attention = attention_for(
+    attention = _attention(spec, num_splits)
+    found = case.found(attention, _FEW)
+    others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
+    wanted = case.exact()
+    error = float((found.double() - wanted).norm() / wanted.norm())
+    return error, all(torch.equal(found, other) for other in others)
+
+
+def _attention(spec: AttentionShape, num_splits: int) -> Attention:
+    is_hopper = torch.cuda.get_device_capability()[0] >= 9
+    return attention_for(
         spec,
         max_split_tokens=_MANY,
         max_splits=num_splits,
@@ -271,11 +301,6 @@ def check_attention(
         launch_options={"PDL": is_hopper, "launch_pdl": is_hopper},
         device="cuda",
     )
-    found = case.found(attention, _FEW)
-    others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
-    wanted = case.exact()
-    error = float((found.double() - wanted).norm() / wanted.norm())
-    return error, all(torch.equal(found, other) for other in others)
 
 
 def _attention_line(
@@ -288,6 +313,52 @@ def _attention_line(
     what = f"attention, {heads}, up to {max(lengths)} positions, window {layer.window}{more}"
     print(f"{what}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3
+
+
+class PrefillCase(NamedTuple):
+    """A step of prompts: of each sequence the positions before it and its tokens."""
+
+    starts: Sequence[int]
+    counts: Sequence[int]
+    loudness: float = 1.0  # of queries: how far scores are apart
+    shape: AttentionShape = ATTENTION_SHAPES[0]
+
+
+PREFILL_CASES = (
+    PrefillCase([0], [300]),
+    PrefillCase([1000], [777]),
+    PrefillCase([2048], [2048]),
+    PrefillCase([100], [512], 8.0),
+    PrefillCase([333], [1111], 30.0),
+    PrefillCase([50], [700], 1.0, AttentionShape(28, 4, 128)),
+    PrefillCase([0, 511, 512, 63, 1500, 0, 7], [1, 129, 128, 2, 300, 64, 65], 4.0),
+)
+
+
+def _prefill_line(given: PrefillCase) -> bool:
+    """The bits of kernels/prefill.cu beside those of kernels/hopper_prefill.py."""
+    in_cuda = _attention(given.shape, 1)
+    assert isinstance(in_cuda, HopperAttention)
+    in_gluon = copy.copy(in_cuda)
+    in_gluon._cuda_prefill = None
+    lengths = [start + count for start, count in zip(given.starts, given.counts, strict=True)]
+    layer = LayerAttention(0.0)
+    case = AttentionCase.made(given.shape, layer, lengths, given.counts)
+    case = replace(case, queries=case.queries * given.loudness)
+    num_tokens = sum(given.counts) + 13  # of padding
+    wanted = case.found(in_gluon, num_tokens)
+    found = case.found(in_cuda, num_tokens)
+    again = case.found(in_cuda, num_tokens, captured=True)
+    bits = [x.contiguous().view(torch.int16) for x in (wanted, found, again)]
+    same = torch.equal(bits[0], bits[1]) and torch.equal(bits[0], bits[2])
+    is_sound = same and bool(wanted.isfinite().all()) and in_cuda.fallback is None
+    print(
+        f"prompts in CUDA C++, {given.shape.num_heads} heads over {given.shape.num_kv_heads}, "
+        f"{given.counts} tokens after {given.starts}, queries times {given.loudness}: "
+        f"bits {'same' if same else 'DIFFER'}  {in_cuda.fallback or ''}",
+        flush=True,
+    )
+    return is_sound
 
 
 # ---- experts
@@ -435,9 +506,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--formats", nargs="*", default=list(_FORMATS), choices=_FORMATS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--prefill", action="store_true", help="prompts in CUDA C++ alone")
     parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--no-experts", action="store_true")
     args = parser.parse_args(arguments)
+    if args.prefill:
+        sound = [_prefill_line(case) for case in PREFILL_CASES]
+        return _ended(all(sound))
     gemm = gemm_for("cuda")
     print(f"{gemm.name} on {torch.cuda.get_device_name()}; batches {BATCHES}", flush=True)
     is_sound = True
@@ -460,9 +535,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = [(shape, layer) for shape in ATTENTION_SHAPES for layer in LAYERS]
         sound = [_attention_line(shape, layer) for shape, layer in cases]
         sound += [_attention_line(LONG_SHAPE, layer, LONG_LENGTHS) for layer in LAYERS]
+        if runs_hopper_kernels("cuda"):
+            sound += [_prefill_line(case) for case in PREFILL_CASES]
         is_sound &= all(sound)
     if not args.no_experts:
         is_sound &= all(_expert_line(shape) for shape in EXPERT_SHAPES)
+    return _ended(is_sound)
+
+
+def _ended(is_sound: bool) -> int:
     print("sound" if is_sound else "NOT SOUND")
     return 0 if is_sound else 1
 
