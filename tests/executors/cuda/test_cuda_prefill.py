@@ -109,6 +109,7 @@ def _inputs(
     kept: str = "bfloat16",
     out: str = "float16",
     block_size: int = 16,
+    num_kv_heads: int = 2,
 ) -> tuple[AttentionInput, LayerCache]:
     integers = torch.zeros((5, 512), dtype=torch.int32)
     given = AttentionInput(
@@ -117,7 +118,7 @@ def _inputs(
         tiles=TokenTiles(*integers),
         out=torch.zeros((512, 8 * head_dim), dtype=getattr(torch, out)),
     )
-    keys = torch.zeros((4, 2, block_size, head_dim), dtype=getattr(torch, kept))
+    keys = torch.zeros((4, num_kv_heads, block_size, head_dim), dtype=getattr(torch, kept))
     return given, LayerCache(keys, keys)
 
 
@@ -136,6 +137,8 @@ PLAIN = LayerAttention(0.1)
         ((_inputs(kept="int8"), PLAIN), False),
         ((_inputs(out="float32"), PLAIN), False),
         ((_inputs(block_size=32), PLAIN), False),
+        ((_inputs(num_kv_heads=1), PLAIN), True),
+        ((_inputs(num_kv_heads=8), PLAIN), False),
     ],
 )
 def test_it_takes_heads_of_128_that_see_everything(case: Any, is_taken: bool) -> None:

@@ -227,6 +227,7 @@ class CudaPrefill:
     BLOCK_SIZE = 16
     THREADS = 384
     SHARED_BYTES = 229_504
+    GROUPS = (4, 8)  # heads a KV head, up to a power of two: those whose bits were compared
     _COLUMNS = 64  # of a tile in shared memory
 
     def __init__(self, compiler: Compiler | None = None) -> None:
@@ -245,6 +246,7 @@ class CudaPrefill:
         is_plain = layer.window is None and layer.sinks is None and not layer.soft_cap
         return (
             is_plain
+            and self._group(inputs, cache) in self.GROUPS
             and (head_dim, block_size) == (self.HEAD_DIM, self.BLOCK_SIZE)
             and inputs.queries.dtype is torch.bfloat16
             and cache.keys.dtype is torch.bfloat16
@@ -284,12 +286,16 @@ class CudaPrefill:
             inputs.out.stride(0),
             num_heads,
             num_kv_heads,
-            triton.next_power_of_2(num_heads // num_kv_heads),
+            self._group(inputs, cache),
         )
         maps = (TensorMap(x.view(-1, self.HEAD_DIM), box) for x in (cache.keys, cache.values))
         grid = (num_kv_heads, num_tiles, 1)
         kernel.launch(grid, (*maps, arguments), is_dependent=is_dependent)
         return True
+
+    def _group(self, inputs: AttentionInput, cache: LayerCache) -> int:
+        found: int = triton.next_power_of_2(inputs.queries.shape[1] // cache.keys.shape[1])
+        return found
 
     def _compile(self) -> None:
         assert self._kernel is not None
