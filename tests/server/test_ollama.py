@@ -243,7 +243,6 @@ def test_a_request_for_nothing_says_that_the_model_is_loaded(
         ("/api/chat", {"messages": MESSAGES, "model": "other"}, "no model 'other'"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"prompt": "x", "template": "x"}, "template"),
-        ("/api/generate", {"prompt": "x", "suffix": "x"}, "suffix"),
         ("/api/generate", {"prompt": "x", "raw": True, "system": "x"}, "system"),
         ("/api/embed", {"input": "x", "dimensions": 257}, "dimensions"),
         ("/api/pull", {"model": "x"}, "quire pull"),

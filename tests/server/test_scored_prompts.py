@@ -131,7 +131,6 @@ def test_a_conversation_is_scored_as_its_prompt_is(tiny: RunningServer) -> None:
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"best_of": 3}, "best_of"),
         ({"best_of": 3, "n": 2}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
         ({"max_tokens": 0, "echo": True, "n": 2}, "n"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"use_beam_search": True}, "use_beam_search"),

@@ -268,7 +268,9 @@ class LLM:
         self, prepared: Prepared, params: SamplingParams
     ) -> Generator[Piece, None, RequestOutput]:
         with self._alone("stream"):
-            request = self._engine.add_request(prepared.tokens, params, stream=True)
+            request = self._engine.add_request(
+                prepared.tokens, prepared.with_ends(params), stream=True
+            )
             try:
                 while True:
                     for event in self._engine.step():
@@ -536,7 +538,7 @@ class _OfflineRun(Generic[Asked]):
     def _queue(self, index: int) -> None:
         if self._prepared is None:
             self._prepared = self._prepare(self._asked[index])
-        turn, params = self._prepared.turn, self._params[index]
+        turn, params = self._prepared.turn, self._prepared.with_ends(self._params[index])
         if turn is not None:
             params = turn.params(params)
         request = self._engine.add_request(self._prepared.tokens, params, pooling=self._pooling)

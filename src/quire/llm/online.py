@@ -36,9 +36,9 @@ from quire.llm.prompts import (
     Prompt,
     PromptReader,
     keeps_errors,
+    length_of,
     one_params,
     split_keywords,
-    text_of,
 )
 from quire.llm.reranking import Reranker
 from quire.model.loading import FileForm
@@ -82,7 +82,8 @@ class OnlineModel:
         request, keywords = split_keywords(options)
         chosen = one_params(params, sampling_params, keywords, self.sampling_defaults)
         prepared = await self._with_grammar(await self._read(prompt), chosen)
-        handle = await self._engine.submit(prepared.tokens, chosen, **request)
+        params = prepared.with_ends(chosen)
+        handle = await self._engine.submit(prepared.tokens, params, **request)
         try:
             async for piece in handle:
                 yield piece
@@ -385,7 +386,7 @@ class OnlineModel:
         self._check_open()
         if isinstance(prompt, Prepared):
             return prompt
-        if len(text_of(prompt) or "") > _LONG_TEXT:
+        if length_of(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(self.prompts.read, prompt)
         return self.prompts.read(prompt)
 
@@ -402,6 +403,7 @@ class OnlineModel:
     ) -> RequestOutput:
         kept = keeps_errors(on_error)
         prepared = await self._with_grammar(prepared, params)
+        params = prepared.with_ends(params)
         handle = await self._engine.submit(prepared.tokens, params, stream=False, **options)
         output = await handle.output()
         output.prompt = prepared.text

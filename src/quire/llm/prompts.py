@@ -4,8 +4,9 @@ and SamplingParams, or their fields by name.
 A name that there is not is refused, with what to write instead where another library has it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from functools import cached_property
 from operator import index
@@ -24,7 +25,9 @@ from quire.llm.chats import (
 from quire.structured import CompiledGrammar
 from quire.tokenizer import ChatTemplate, Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, object]  # a mapping: {"prompt"} or {"prompt_token_ids"}
+# A mapping: {"prompt"}, {"prompt", "suffix"} (what stands between them is asked for) or
+# {"prompt_token_ids"}.
+Prompt = str | Sequence[int] | Mapping[str, object]
 Conversation = str | Sequence[Message]  # a string is one message of the user
 
 
@@ -38,6 +41,14 @@ class Prepared(NamedTuple):
     text: str | None = None
     grammar: CompiledGrammar | None = None  # kept for the engine, which looks for it in the cache
     turn: ChatTurn | None = None  # of a conversation: how the answer is read
+    ends: tuple[int, ...] = ()  # tokens that end the completion beside the model's own
+
+    def with_ends(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of the call, by which its completion also ends with `ends`."""
+        more = () if params.ignore_eos else {*self.ends}.difference(params.stop_token_ids)
+        if not more:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *sorted(more)))
 
     def without_text(self) -> "Prepared":
         """For those who keep it long and need the tokens alone."""
@@ -57,6 +68,8 @@ class PromptReader:
         """The tokens of a text, with those the model wants around it unless `add_special` is false;
         token ids as they are. `last`: of a longer prompt only so many tokens at its end."""
         if isinstance(prompt, Mapping):
+            if prompt.get("suffix") not in (None, ""):
+                return self._read_fill_in(prompt, last)
             prompt = _from_mapping(prompt)
         if not isinstance(prompt, str):
             if last is not None and isinstance(prompt, list | tuple):
@@ -70,6 +83,26 @@ class PromptReader:
             raise RequestError("the prompt is empty", param="prompt")
         tokens = self._encode(self._tokenizer, prompt, "prompt", last, add_special=add_special)
         return Prepared(tokens, prompt) if last is None else _cut(tokens, prompt, last)
+
+    def _read_fill_in(self, prompt: Mapping[str, object], last: int | None) -> Prepared:
+        """The prompt that asks for what stands between two texts."""
+        before, after = prompt.get("prompt"), prompt["suffix"]
+        if not isinstance(before, str) or not isinstance(after, str) or len(prompt) > 2:
+            message = "suffix goes with a prompt that is text: what stands between them is written"
+            raise RequestError(message, param="suffix")
+        if last is not None:
+            message = "a prompt with a suffix is not cut: leave truncate_prompt_tokens out"
+            raise RequestError(message, param="truncate_prompt_tokens")
+        tokenizer = self._need_tokenizer()
+        if tokenizer.fill_in is None:
+            message = (
+                "this model's vocabulary has no tokens for filling in (such as <|fim_prefix|>): "
+                "leave suffix out, or take a code model that was trained for it"
+            )
+            raise RequestError(message, param="suffix")
+        with self._within_context("prompt", before):
+            tokens = tokenizer.encode_fill_in(before, after, limit=self._max_context)
+        return Prepared(tokens, before, ends=tokenizer.fill_in.ends)
 
     def _checked_ids(self, prompt: Any) -> list[int]:
         """Of a prompt that can never run, the length alone is looked at."""
@@ -234,8 +267,14 @@ class PromptReader:
     ) -> list[int]:
         """`param`: what the text was given as; `last`: how many tokens are wanted of it."""
         limit = self._max_context if last is None else None
-        try:
+        with self._within_context(param, text):
             return tokenizer.encode(text, limit=limit, **options)
+
+    @contextmanager
+    def _within_context(self, param: str, text: str) -> Iterator[None]:
+        """An error of encoding says which parameter it is of, and how long it may be."""
+        try:
+            yield
         except RequestError as error:
             if _first_half(text) is not None:
                 raise RequestError(str(error), param=param) from None
@@ -284,12 +323,18 @@ def text_of(prompt: Any) -> str | None:
     return given if isinstance(given, str) else None
 
 
+def length_of(prompt: Any) -> int:
+    """The characters that are to be encoded of a prompt."""
+    given = prompt.values() if isinstance(prompt, Mapping) else (prompt,)
+    return sum(len(value) for value in given if isinstance(value, str))
+
+
 def _from_mapping(prompt: Mapping[str, object]) -> Any:
     """The prompt in a mapping, such as vLLM's TextPrompt or TokensPrompt."""
     for name in prompt:
-        if name not in ("prompt", "prompt_token_ids"):
+        if name not in ("prompt", "prompt_token_ids", "suffix"):
             raise RequestError(
-                f'a prompt has no {name!r}: give {{"prompt": text}} or '
+                f'a prompt has no {name!r}: give {{"prompt": text}}, perhaps with a "suffix", or '
                 '{"prompt_token_ids": [...]}, without anything else',
                 param="prompt",
             )

@@ -138,9 +138,9 @@ class CompletionClientFields(Strict):
 
     thinking_token_budget: Refused = refused("use /v1/chat/completions")
     prompt_embeds: Refused = refused("give the prompt as text or token ids")
-    input_extra: Refused = refused("quire continues texts, it does not fill in", [])
-    input_prefix: Refused = refused("quire continues texts, it does not fill in")
-    input_suffix: Refused = refused("quire continues texts, it does not fill in")
+    input_extra: Refused = refused("put what other files say into prompt", [])
+    input_prefix: Refused = refused("use prompt")
+    input_suffix: Refused = refused("use suffix")
 
 
 class EmbeddingClientFields(AnyClientFields):

@@ -231,13 +231,14 @@ def _prepared_text(
     add_special = body.add_special_tokens is not False
     with errors:
         for text in body.prompts:
-            prompt = llm.prompts.read(text, add_special=add_special, last=_last(llm, body))
+            asked = {"prompt": text, "suffix": body.suffix} if body.suffix else text
+            prompt = llm.prompts.read(asked, add_special=add_special, last=_last(llm, body))
             room = llm.max_context - len(prompt.tokens)
             kept = echoed(llm.tokenizer, prompt) if body.echo else prompt.without_text()
             fitted = _fitted(body, room) if fits_max_tokens else body
             params = fitted.sampling(room, body.logprobs, llm.sampling_defaults)
-            prompts.append((kept, params))
-    return PreparedBody(body.model_copy(update={"prompt": ""}), prompts)
+            prompts.append((kept, prompt.with_ends(params)))
+    return PreparedBody(body.model_copy(update={"prompt": "", "suffix": None}), prompts)
 
 
 async def _with_grammars(
@@ -293,6 +294,12 @@ def _check_text(body: CompletionRequest) -> None:
     if body.echo and body.logprobs is not None and body.stream:
         message = "echo with logprobs is not streamed: leave one of the three out"
         raise ApiError(400, message, param="echo")
+    if body.echo and body.suffix:
+        message = "echo has no place for what follows: leave echo or suffix out"
+        raise ApiError(400, message, param="echo")
+    if body.suffix and body.add_special_tokens is not None:
+        message = "the parts of a text are marked by the model's own tokens: leave it out"
+        raise ApiError(400, f"add_special_tokens: {message}", param="add_special_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
         message = f"best_of must be n ({body.n or 1}): use n and choose yourself"
         raise ApiError(400, message, param="best_of")

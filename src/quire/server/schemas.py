@@ -551,7 +551,12 @@ class CompletionRequest(Generation, CompletionClientFields):
     best_of: int | None = Field(
         default=None, ge=1, description="only the value of n: use n and choose yourself"
     )
-    suffix: Refused = refused("quire continues texts, it does not fill in", "")
+    suffix: str | None = Field(
+        default=None,
+        description="what follows the completion: it is filled in between prompt and suffix, by a "
+        "code model whose vocabulary has tokens for that (Qwen2.5 Coder, Code Llama, StarCoder, "
+        "DeepSeek Coder, CodeGemma, Codestral, ...)",
+    )
 
     @property
     def num_prompt_scores(self) -> int | None:

@@ -24,6 +24,7 @@ from quire.tokenizer.detokenizer import (
     byte_token_value,
     sentencepiece_bytes,
 )
+from quire.tokenizer.fill_in import MIDDLE_END_NAMES, FillIn, find_fill_in
 from quire.tokenizer.text_encoder import WINDOW, TextEncoder, encode_text, library_errors
 from quire.tokenizer.tokenizer_json import (
     Config,
@@ -35,7 +36,6 @@ from quire.tokenizer.tokenizer_json import (
 )
 from quire.tokenizer.vocabulary import (
     CONTROL_NAMES,
-    MIDDLE_END_NAMES,
     PREFIX,
     SpecialTokens,
     TokenizerSpec,
@@ -53,6 +53,12 @@ from quire.tokenizer.vocabulary import (
 
 _NO_VOCABULARY = ("none", "no_vocab")
 _MARKED = ("gemma4", "sarvam-moe")  # pre-tokenizers that mean text in SentencePiece's letters
+# Marks of fill-in-the-middle: before the text before, the text after and the middle.
+_FILL_IN_FIELDS = (
+    ("fim_pre_token_id", "prefix_token_id"),
+    ("fim_suf_token_id", "suffix_token_id"),
+    ("fim_mid_token_id", "middle_token_id"),
+)
 _WITHOUT_TEXT = (TokenKind.UNUSED, TokenKind.UNDEFINED)
 
 
@@ -177,6 +183,7 @@ def _assemble(
         prefix=(special.bos,) if add_bos and special.bos is not None else (),
         suffix=(special.eos,) if add_eos and special.eos is not None else (),
         strip_space=family.strip_space,
+        fill_in=_fill_in(metadata, vocabulary),
         chat_template=with_tool_template(
             read_text(metadata, "tokenizer.chat_template", None),
             read_text(metadata, "tokenizer.chat_template.tool_use", None),
@@ -203,6 +210,16 @@ def _special_tokens(
         padding=_lenient_token_id(metadata, "padding_token_id", count),
         ends=end_token_ids(ends, vocabulary.ids),
     )
+
+
+def _fill_in(metadata: Mapping[str, object], vocabulary: Vocabulary) -> FillIn | None:
+    """By the ids that the file names, in today's names or those of before, else by the texts."""
+    count = len(vocabulary.texts)
+    named = []
+    for today, older in _FILL_IN_FIELDS:
+        token = _lenient_token_id(metadata, today, count)
+        named.append(_lenient_token_id(metadata, older, count) if token is None else token)
+    return find_fill_in(vocabulary.ids, named)
 
 
 def _lenient_token_id(metadata: Mapping[str, object], name: str, count: int) -> int | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.core.errors import ModelFileError, RequestError
 from quire.tokenizer.control_tokens import Span
 from quire.tokenizer.detokenizer import IncrementalDetokenizer
+from quire.tokenizer.fill_in import FillIn
 from quire.tokenizer.gguf import spec_from_gguf
 from quire.tokenizer.text_encoder import WINDOW, encode_text
 from quire.tokenizer.tokenizer_json import read_file, read_template_beside, spec_from_json
@@ -93,6 +94,24 @@ class Tokenizer:
         prefix, suffix = (self._spec.prefix, self._spec.suffix) if add_special else ((), ())
         left = None if limit is None else limit - len(prefix) - len(suffix)
         return [*prefix, *encode_text(encoder, text, left, WINDOW), *suffix]
+
+    @property
+    def fill_in(self) -> FillIn | None:
+        """How the model is asked for what stands between two texts; None: it cannot be."""
+        return self._spec.fill_in
+
+    def encode_fill_in(self, before: str, after: str, *, limit: int | None = None) -> list[int]:
+        """The prompt whose completion stands between two texts, in which no control token is found;
+        `limit` as in `encode`."""
+        assert self.fill_in is not None
+        start = self._spec.prefix
+        parts = []
+        left = None if limit is None else max(0, limit - len(start) - 3)
+        for text in (before, after):
+            part = self.encode(text, add_special=False, parse_special=False, limit=left)
+            left = None if left is None else left - len(part)
+            parts.append(part)
+        return [*start, *self.fill_in.prompt(*parts)]
 
     def decode(
         self, ids: Iterable[int], *, skip_special: bool = True, continuation: bool = False

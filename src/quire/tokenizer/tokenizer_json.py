@@ -29,6 +29,7 @@ from quire.tokenizer.detokenizer import (
     byte_token_value,
     sentencepiece_bytes,
 )
+from quire.tokenizer.fill_in import find_fill_in
 from quire.tokenizer.text_encoder import TextEncoder, library_errors
 from quire.tokenizer.vocabulary import (
     CONTROL_NAMES,
@@ -85,6 +86,7 @@ def spec_from_json(
         suffix=suffix,
         strip_space=any(map(_strips_space, decoders)),
         chat_template=_config_template(config) if template is None else template,
+        fill_in=find_fill_in(ids),
     )
 
 

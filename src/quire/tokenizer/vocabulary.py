@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.core.errors import ModelFileError
 from quire.tokenizer.control_tokens import ControlTokens
+from quire.tokenizer.fill_in import MIDDLE_END_NAMES, FillIn
 from quire.tokenizer.text_encoder import TextEncoder
 
 END_NAMES = frozenset(
@@ -41,19 +42,6 @@ END_NAMES = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-
-# Fill-in-the-middle tokens after which nothing more of this text follows, by the field naming them.
-MIDDLE_END_NAMES: Mapping[str, tuple[str, ...]] = {
-    "fim_pad_token_id": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    "fim_rep_token_id": (
-        "<|fim_repo|>",
-        "<|repo_name|>",
-        "<fim-repo>",
-        "<REPO>",
-        "<reponame>",
-    ),
-    "fim_sep_token_id": ("<|file_sep|>",),
-}
 
 # A token of one of these names is a control token, whatever its type in the file.
 CONTROL_NAMES = END_NAMES.union(*MIDDLE_END_NAMES.values())
@@ -282,3 +270,4 @@ class TokenizerSpec:
     suffix: tuple[int, ...]  # ... and after it
     strip_space: bool  # the text began with a space that encoding put there
     chat_template: str | None
+    fill_in: FillIn | None

@@ -316,9 +316,9 @@ def _to_chat_of_prompt(
     service: ModelService, _call: Call, body: GenerateRequest
 ) -> Translation[None]:
     _check(service, body)
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         _load(body)
-    if body.raw or not service.llm.prompts.can_chat:
+    if body.raw or body.suffix or not service.llm.prompts.can_chat:
         raise _RawPromptError(body)
     return Translation(chat_of_prompt(body), None)
 
@@ -372,7 +372,7 @@ def stop_chat(service: ModelService, body: OllamaChatRequest) -> Response | None
 
 def stop_generate(service: ModelService, body: GenerateRequest) -> Response | None:
     """The same, by a prompt that is not there."""
-    if body.prompt or not _stops(body) or service.server.residency is None:
+    if body.prompt or body.suffix or not _stops(body) or service.server.residency is None:
         return None
     service.unload_soon()
     return _empty_answer(service, "unload")

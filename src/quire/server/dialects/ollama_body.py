@@ -194,7 +194,11 @@ class GenerateRequest(AnswerFields):
     raw: bool | None = Field(
         default=None, description="true: the prompt is continued as it is, without a template"
     )
-    suffix: Refused = refused("quire continues texts, it does not fill in", "")
+    suffix: str | None = Field(
+        default=None,
+        description="what follows the answer: it is filled in between prompt and suffix, without a "
+        "template",
+    )
     template: Refused = refused("a template is code: give it to the server (--chat-template)", "")
     context: Refused = refused("send the conversation to /api/chat", [])
     images: Refused = refused(_NO_IMAGES, [])
@@ -276,10 +280,11 @@ def chat_of_prompt(body: GenerateRequest) -> ChatRequest:
 
 
 def completion_of(body: GenerateRequest) -> CompletionRequest:
-    """Of a raw prompt."""
+    """Of a raw prompt, or of one with a suffix."""
     for name in ("system", "think"):
         if getattr(body, name):
-            message = f"raw continues the prompt as it is: {name} has no place in it"
+            what = "a suffix asks for" if body.suffix else "raw continues"
+            message = f"{what} text without a template: {name} has no place in it"
             raise ApiError(400, message, param=name)
     fields = _answer_fields(body)
     fields.pop("reasoning_effort", None)
@@ -288,7 +293,8 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
     if body.logprobs:
         fields["logprobs"] = body.top_logprobs or 0
     try:
-        return CompletionRequest.model_validate({**fields, "prompt": body.prompt})
+        prompts = {"prompt": body.prompt or "", "suffix": body.suffix}
+        return CompletionRequest.model_validate({**fields, **prompts})
     except ValidationError as error:
         raise validation_error(error) from None
 

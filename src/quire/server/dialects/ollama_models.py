@@ -272,7 +272,13 @@ async def show(service: ModelService, request: Request) -> Response:
 
 def _capabilities(llm: OnlineModel, template: str) -> list[str]:
     thinks = llm.prompts.can_chat and llm.prompts.reasoning_settings.has_reasoning
-    found = {"completion": True, "tools": "tools" in template, "thinking": thinks}
+    tokenizer = llm.tokenizer
+    found = {
+        "completion": True,
+        "tools": "tools" in template,
+        "insert": tokenizer is not None and tokenizer.fill_in is not None,
+        "thinking": thinks,
+    }
     return [name for name, has_it in found.items() if has_it]
 
 
