@@ -310,6 +310,42 @@ def test_what_must_come_is_asked_once_and_masked_as_llguidance_does(
     assert num_forced > 12
 
 
+def test_masks_are_the_same_whether_they_took_long_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Digits are tokens in groups of three from where a text begins: asked again after some of
+    them, llguidance says other tokens."""
+    tokenizer = built(byte_level_metadata([("4", "5"), ("3", "45")], "llama-bpe"))
+    made = grammars_of(tokenizer)
+    walks = []
+    for limit in (60.0, -1.0):  # no mask takes long, or every mask
+        monkeypatch.setattr(grammars, "SLOW_S", limit)
+        constraint = Constraint.regex("[ab]{3}" + "1234567890" * 3)
+        grammar, walk = made(SamplingParams(structured=constraint)), list[list[int]]()
+        while not grammar.is_complete:
+            walk.append(tokens_in(mask_of(made, grammar)))
+            grammar.accept(walk[-1][0])
+        walks.append(walk)
+    assert walks[0] == walks[1]
+    assert len(walks[0]) > 20
+
+
+def test_an_end_token_that_must_come_is_masked_as_any_end() -> None:
+    tokenizer = built(byte_level_metadata([], "gpt-2"))
+    letter, other = tokenizer.encode("ab", add_special=False)
+    end, *_ = tokenizer.end_token_ids
+    made = grammars_of(tokenizer)
+    constraint = Constraint.grammar(f'start: /[ab]/ "ab" <[{end}]> "a"')
+    for more, allowed in (
+        (SamplingParams(structured=constraint), [end]),
+        (SamplingParams(structured=constraint, stop_token_ids=(other,)), [end, other]),
+        (SamplingParams(structured=constraint, ignore_eos=True), []),
+    ):
+        grammar = made(more)
+        for token in (letter, letter, other):
+            assert token in tokens_in(mask_of(made, grammar))
+            grammar.accept(token)
+        assert tokens_in(mask_of(made, grammar)) == sorted(allowed)
+
+
 def test_a_token_beside_what_must_come_is_refused() -> None:
     made, [grammar], digits = digits_grammars(1)
     grammar = made(SamplingParams(structured=Constraint.regex("[0-9]0123456789")))

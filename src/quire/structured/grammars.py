@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quire.core.errors import RequestError
@@ -207,6 +208,10 @@ class EndBits:
             bits[byte] |= 1 << bit
         return bytes(bits)
 
+    def is_within(self, token: int) -> bool:
+        """Whether a text may have the token before its end: no mask of it alone is changed."""
+        return divmod(token, 8) not in self._ends
+
     def _may_end(self, mask: bytes) -> bool:
         return any(byte < len(mask) and mask[byte] >> bit & 1 for byte, bit in self._ends)
 
@@ -216,7 +221,9 @@ class MatcherGrammar:
 
     Where the grammar leaves no choice, such as in the name of a property, llguidance says once what
     tokens come: their masks need none of its threads, which would ask for each what the text's
-    tokens are, and wait for the GIL to do so.
+    tokens are, and wait for the GIL to do so. Asked again after the first of them it may say
+    others: digits are tokens in groups from where a text begins. So it is asked at the same tokens
+    whether masks take long or not.
     """
 
     def __init__(
@@ -239,7 +246,7 @@ class MatcherGrammar:
     def allowed(self) -> bytes | Mask:
         if self._first is not None:
             return self._first
-        if self._forced:
+        if self._mask is None and self._forced:
             if self._forced_mask is None:
                 self._forced_mask = self._threads.share_forced(self._forced[self._num_came])
             return self._forced_mask
@@ -281,10 +288,22 @@ class MatcherGrammar:
         if self.is_complete:
             return
         if self._is_slow:
-            self._mask = Mask(self._compute)
+            self._mask = Mask(self._compute_and_ask)
             self._threads.start_slow(self._mask)
-        elif 0 < len(self._matcher.compute_ff_bytes()) <= _MOST_FORCED_BYTES:
-            self._forced = self._matcher.compute_ff_tokens()
+        else:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Which tokens must come. An end token is left to its mask, which may allow others."""
+        if 0 < len(self._matcher.compute_ff_bytes()) <= _MOST_FORCED_BYTES:
+            tokens = self._matcher.compute_ff_tokens()
+            self._forced = list(takewhile(self._ends.is_within, tokens))
+
+    def _compute_and_ask(self) -> bytes:
+        """For a mask llguidance finds the bytes that must come without the GIL, and keeps them."""
+        mask = self._compute()
+        self._ask()
+        return mask
 
     def _compute(self) -> bytes:
         return self._finished(self._matcher.compute_bitmask())
