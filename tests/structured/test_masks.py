@@ -280,6 +280,27 @@ def test_where_the_call_at_once_fails_each_mask_is_made_by_a_thread_with_a_large
     assert names == ["quire-mask-calls"] * 3
 
 
+def test_an_interrupt_while_known_tokens_are_masked_interrupts_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _, digits = digits_grammars(1)
+    constraint = Constraint.regex("[0-9]" + "01234")
+    found = [made(SamplingParams(structured=constraint)) for _ in range(2)]
+    for grammar in found:
+        grammar.accept(digits[5])
+    promised = [grammar.allowed() for grammar in found]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(masks.MaskPool, "compute", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        made.start_masks(True)
+    for mask in promised:
+        assert isinstance(mask, Mask) and mask.is_done
+        assert tokens_in(mask.result()) == digits[:1]
+
+
 SCHEMA = """{"type": "object", "required": ["name of the thing", "is_new"], "properties": {
 "name of the thing": {"type": "string", "maxLength": 3}, "is_new": {"type": "boolean"}}}"""
 

@@ -292,11 +292,14 @@ def _compute_together(
             masks[0].compute_alone()  # which says how long it took
         else:
             pool.compute(masks, runs.set)
-    except BaseException:  # a panic in Rust is no Exception
+    except BaseException as error:  # a panic in Rust is no Exception
         runs.set()
         for mask in masks:
             mask.compute_alone()
-    done.set()
+        if isinstance(error, KeyboardInterrupt) and _is_main_thread():
+            raise
+    finally:
+        done.set()
 
 
 def _is_main_thread() -> bool:
