@@ -337,17 +337,23 @@ def test_large_steps_attend_in_cuda_where_that_kernel_runs(
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "query_dtype", "kv_dtype", "wanted"),
+    ("head_dim", "num_kv_heads", "query_dtype", "kv_dtype", "wanted"),
     [
-        (128, torch.bfloat16, torch.bfloat16, True),
-        (64, torch.bfloat16, torch.bfloat16, False),
-        (256, torch.bfloat16, torch.bfloat16, False),
-        (128, torch.float32, torch.float16, False),
-        (128, torch.bfloat16, torch.int8, False),
+        (128, 2, torch.bfloat16, torch.bfloat16, True),
+        (128, 8, torch.bfloat16, torch.bfloat16, False),
+        (64, 2, torch.bfloat16, torch.bfloat16, False),
+        (256, 2, torch.bfloat16, torch.bfloat16, False),
+        (128, 2, torch.float32, torch.float16, False),
+        (128, 2, torch.bfloat16, torch.int8, False),
     ],
 )
 def test_the_kernel_in_cuda_is_compiled_for_models_it_is_made_for(
-    head_dim: int, query_dtype: Any, kv_dtype: Any, wanted: bool, monkeypatch: pytest.MonkeyPatch
+    head_dim: int,
+    num_kv_heads: int,
+    query_dtype: Any,
+    kv_dtype: Any,
+    wanted: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     prefill: Any = _Prefill(takes=True, runs=True)
     made = _Made(prefill)
@@ -358,7 +364,7 @@ def test_the_kernel_in_cuda_is_compiled_for_models_it_is_made_for(
             return found
 
         monkeypatch.setattr(launchers, "runs_hopper_kernels", runs_hopper_kernels)
-        spec: Any = SimpleNamespace(num_heads=8, num_kv_heads=2, head_dim=head_dim)
+        spec: Any = SimpleNamespace(num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim)
         attention = launchers.attention_for(
             spec,
             max_split_tokens=1,
@@ -379,6 +385,7 @@ class _Made:
     """Stands for the class CudaPrefill."""
 
     HEAD_DIM = launchers.CudaPrefill.HEAD_DIM
+    GROUPS = launchers.CudaPrefill.GROUPS
 
     def __init__(self, kernel: _Prefill) -> None:
         self._kernel = kernel

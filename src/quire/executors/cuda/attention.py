@@ -426,6 +426,7 @@ def attention_for(
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
         has_prefill = query_dtype is not torch.float32 and kv_dtype.itemsize == 2
         is_cuda = has_prefill and spec.head_dim == CudaPrefill.HEAD_DIM
+        is_cuda = is_cuda and _group(spec) in CudaPrefill.GROUPS
         return HopperAttention(
             spec,
             splits,
