@@ -15,9 +15,7 @@ from quire.executors.cpu.native import native
 from quire.model.config_spec import config_family, spec_from_config
 from quire.model.families import FAMILIES, WITH_SENSES
 from quire.model.features import LOWERED, Feature, features, unsupported
-from quire.model.spec import (
-    ModelSpec,
-)
+from quire.model.spec import ModelSpec
 from quire.quant.formats import FORMATS
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -48,10 +46,6 @@ def oracles(folders: list[Path]) -> str:
     return "transformers, llama.cpp" if is_in_both else "transformers"
 
 
-def _squares(spec: ModelSpec) -> bool:
-    return any(feature is Feature.RELU2 for feature, _ in features(spec))
-
-
 def families_table() -> str:
     devices = sorted(LOWERED)
     titles = ["family", "GGUF", "config.json", *devices, "checked against"]
@@ -65,10 +59,6 @@ def families_table() -> str:
         cells = [", ".join(f"`{x}`" for x in texts) or "-" for texts in (architectures, types)]
         for device in devices:
             runs = [not unsupported(spec, device) for spec in models]
-            if device == "cuda" and name != "bitnet":  # it has this one beside ternary matrices
-                runs = [
-                    is_run and not _squares(spec) for is_run, spec in zip(runs, models, strict=True)
-                ]
             cells.append("yes" if all(runs) else "some" if any(runs) else "no")
         cells.append(oracles(folders[name]))
         lines.append(f"| {name} | {' | '.join(cells)} |")
