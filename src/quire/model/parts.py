@@ -37,7 +37,8 @@ def last_layers(model: Model, first: int) -> Model:
     for name, tensor in _others(model.tensors).items():
         if name.startswith(_HEAD) or (name == _EMBEDDING and model.spec.tied_head):
             tensors[name] = tensor
-    return replace(model, spec=replace(model.spec, layers=layers[first:]), tensors=tensors)
+    spec = replace(model.spec, layers=layers[first:], num_positions=0, embedding_norm=None)
+    return replace(model, spec=spec, tensors=tensors)
 
 
 def without_feed_forwards(model: Model) -> Model:

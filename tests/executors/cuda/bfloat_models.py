@@ -1,4 +1,5 @@
-"""Models with their matrices in bfloat16, so that executors without float32 weights run them."""
+"""Models with their matrices in bfloat16, so that executors without float32 weights run them.
+Learned positions stay in float32, as GGUF files have them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,15 @@ from quire.quant.formats import format_named
 def load_in_bfloat(path: Path) -> Model:
     model = load_model(path)
     tensors = {
-        name: _in_bfloat(tensor) if len(tensor.shape) > 1 and name.endswith(".weight") else tensor
+        name: _in_bfloat(tensor) if _is_matrix(tensor) else tensor
         for name, tensor in model.tensors.items()
     }
     return replace(model, tensors=tensors)
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    is_other = tensor.name == "position_embd.weight" or not tensor.name.endswith(".weight")
+    return len(tensor.shape) > 1 and not is_other
 
 
 def _in_bfloat(tensor: Tensor) -> Tensor:

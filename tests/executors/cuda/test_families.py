@@ -24,6 +24,8 @@ from quire.model.loading import Model, load_model
 from quire.model.spec import (
     Activation,
     ModelSpec,
+    Norm,
+    NormKind,
     PositionScale,
 )
 
@@ -38,6 +40,7 @@ ON_CUDA = {  # of the drawn families
     *("stablelm-parallel", "gptneox-after", "internlm2", "internlm3", "exaone", "minicpm"),
     *("granite-shared", "granitemoe-shared", "deepseek", "bailingmoe", "exaone-moe"),
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
+    *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}
@@ -99,6 +102,9 @@ def check_beside_reference(model: Model, case: str) -> None:
 # What the drawn models have so weakly that twelve tokens hardly show it.
 STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
     "logits capped at 1": lambda spec: replace(spec, logit_soft_cap=1.0),
+    "a norm after the embedding": lambda spec: replace(
+        spec, embedding_norm=Norm(epsilon=1e-3, kind=NormKind.LAYER, has_weight=False)
+    ),
     "gates clamped": lambda spec: with_activation(spec, Activation.CLAMPED_SWIGLU),
     "scores capped at 0.5": lambda spec: with_mixers(spec, soft_cap=0.5),
     "queries scaled by position": lambda spec: with_mixers(

@@ -130,6 +130,7 @@ def test_tokens_are_their_rows_of_the_embedding_given_or_sampled(format_name: st
         ROWS,
         planes.num_blocks,
         factors(planes),
+        None,
         FORMAT=planes.layout,
         PDL=False,
     )

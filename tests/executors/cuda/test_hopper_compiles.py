@@ -574,14 +574,17 @@ def test_routing_and_grouping_compile_without_spilled_registers(
         assert usage.stack == 0
 
 
+UNGATED = ("starcoder2", "nemotron", "gpt2")
+
+
 @pytest.mark.parametrize(
-    "case", ["gemma2", "olmo2", "command-r", "starcoder2", "ministral3", "qwen2moe", "nemotron"]
+    "case", ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", *UNGATED]
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
-    feed-forwards without a gate; queries scaled by position."""
+    feed-forwards without a gate; queries scaled by position; learned positions."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -612,7 +615,7 @@ def test_every_kernel_of_a_familys_step_compiles(
     decoder.run_head(4, integers[0], integers[1])
     assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
     assert ("cap_logits" in names) == (case == "gemma2")
-    assert ("gate" in names) == (case in ("starcoder2", "nemotron"))
+    assert ("gate" in names) == (case in UNGATED)
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 
 

@@ -23,7 +23,7 @@ from quire.model.loading import load_model  # noqa: E402
 from quire.model.spec import ModelSpec  # noqa: E402
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "phi3"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "phi3", "gpt2"])
 def test_what_weights_take_is_predicted_with_their_padding(case: str, tmp_path: Path) -> None:
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:
         found = load_weights(model.spec, model.tensors, "cpu").num_bytes

@@ -478,6 +478,9 @@ class Decoder:
     def _embed(self, count: int, body: BodyInput) -> None:
         planes = self._weights.embedding
         assert planes is not None
+        vectors, learned = self._weights.positions, None
+        if vectors is not None:
+            learned = gemm_kernels.LearnedPositions(body.fields[BodyField.POSITION], vectors)
         gemm_kernels.embed[(count, planes.num_blocks)](
             body.fields[BodyField.TOKEN],
             body.fields[BodyField.SOURCE],
@@ -487,11 +490,24 @@ class Decoder:
             planes.num_rows,
             planes.num_blocks,
             factors(planes, self._spec.embedding_scale),
+            learned,
             FORMAT=planes.layout,
             ROUNDED=self._ROUNDED_EMBEDDING,
             num_warps=4,
             **self._launch_options(),
         )
+        norm = self._weights.embedding_norm
+        if norm is not None:
+            layers.norm_hidden[(count,)](
+                self.hidden,
+                norm.weight,
+                norm.bias,
+                self._padded_hidden,
+                self._spec.hidden_size,
+                norm.epsilon,
+                NORM=norm.kind,
+                **self._norm_options(),
+            )
 
     def _launch_options(self) -> dict[str, bool]:
         """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
@@ -544,11 +560,15 @@ class Decoder:
             SPLITS=0 if added is None else added.num_splits,
             NORM=norm.kind,
             OUTPUT_NORM="" if after is None else after.kind,
-            BLOCK=triton.next_power_of_2(self._padded_hidden),
             STORE_FINITE=is_last,
-            num_warps=min(32, max(1, triton.next_power_of_2(self._padded_hidden) // _NORM_COLUMNS)),
-            **self._launch_options(),
+            **self._norm_options(),
         )
+
+    def _norm_options(self) -> dict[str, int | bool]:
+        """Of a launch with a program for each token's hidden state."""
+        block = int(triton.next_power_of_2(self._padded_hidden))
+        num_warps = min(32, max(1, block // _NORM_COLUMNS))
+        return {"BLOCK": block, "num_warps": num_warps, **self._launch_options()}
 
     def _attend(
         self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer

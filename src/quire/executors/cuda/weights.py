@@ -64,6 +64,7 @@ MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a pr
 
 _OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
 _BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
+_POSITIONS = "position_embd.weight"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,12 +173,16 @@ class ModelWeights:
     output_norm: NormWeights
     head: Linear
     layers: tuple[LayerWeights, ...]
+    positions: Array | None = None  # float32 [position, hidden], in operand order
+    embedding_norm: NormWeights | None = None  # of a token's vector
 
     @property
     def num_bytes(self) -> int:
         total = self.head.num_bytes
         if self.embedding is not None and self.embedding is not self.head.segments[0].planes:
             total += self.embedding.num_bytes
+        if self.positions is not None:
+            total += self.positions.nbytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
         return total + sum(experts.num_bytes for experts in self.experts)
@@ -230,7 +235,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
-        is_own = (is_ternary and _is_linear(name)) or name.endswith(ROUTER_MATRIX)
+        is_own = (is_ternary and _is_linear(name)) or name.endswith((ROUTER_MATRIX, _POSITIONS))
         if len(tensor.shape) > 1 and not is_own and not name.endswith(".bias"):
             check_supported(tensor.format.name, name)
     _check_feed_forwards(spec, tensors)
@@ -318,6 +323,8 @@ def _device_bytes(name: str, tensor: Tensor) -> int:
     if len(tensor.shape) < 2:
         return tensor.nbytes
     *_, rows, columns = tensor.shape
+    if name == _POSITIONS:
+        return 4 * rows * padded(columns)
     is_padded = name.removesuffix(".weight").split(".")[-1] not in _ROWS_AS_THEY_ARE
     num_rows = padded(rows) if is_padded else rows
     taken, kept = block_bytes(tensor.format.name)
@@ -338,10 +345,18 @@ class Loader:
         embedding = self._planes([name]) if name in self._tensors else None
         head = embedding if spec.tied_head else self._planes(["output.weight"])
         assert head is not None
+        norm = spec.embedding_norm
         return ModelWeights(
             embedding=embedding,
+            positions=self._norm(_POSITIONS) if spec.num_positions else None,
+            embedding_norm=None if norm is None else self._hidden_norm("token_embd_norm", norm),
             output_norm=self._hidden_norm("output_norm", spec.output_norm),
-            head=Linear((Segment(head, 0, None),), head.num_rows, 1, scale=spec.logit_scale),
+            head=Linear(
+                (Segment(head, 0, self._bias("output")),),
+                head.num_rows,
+                1,
+                scale=spec.logit_scale,
+            ),
             layers=tuple(
                 self._layer(f"blk.{at}.", part)
                 for at, part in enumerate(reported(WEIGHTS, spec.layers))
@@ -506,10 +521,11 @@ class Loader:
         return self._floats(f"{name}.bias") if f"{name}.bias" in self._tensors else None
 
     def _norm(self, name: str) -> Array:
-        """Weights of a hidden vector, in operand order, zeros after its end."""
+        """Weights of hidden vectors, in operand order, zeros after their ends."""
         weights = self._floats(name)
-        whole = torch.zeros(padded(len(weights)), device=self._device)
-        whole[: len(weights)] = weights
+        *rows, size = weights.shape
+        whole = torch.zeros((*rows, padded(size)), device=self._device)
+        whole[..., :size] = weights
         return to_operand_order(whole).contiguous()
 
 

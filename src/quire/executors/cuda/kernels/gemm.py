@@ -6,11 +6,20 @@ FORMAT is a planes.PlaneFormat; ROWS and TOKENS are a program's tile of the outp
 
 # ruff: noqa: N803
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from quire.executors.cuda.kernels.activations import activated, gated
 from quire.executors.cuda.kernels.plain_dequantize import dequantized_half
+
+
+class LearnedPositions(NamedTuple):
+    """Vectors that are added to tokens' by position."""
+
+    positions: Any  # of tokens
+    vectors: Any  # float32 [position, width], in operand order
 
 
 @triton.jit
@@ -23,12 +32,14 @@ def embed(
     num_rows,
     num_blocks,
     factors,
+    learned,
     FORMAT: tl.constexpr,
     PDL: tl.constexpr,
     ROUNDED: tl.constexpr = True,
 ):
     """Each token's row of the embedding. A source of 0 or more is an index into `samples`, where
-    the token is. ROUNDED: to float16, as a GEMM has its weights."""
+    the token is. `learned` is LearnedPositions, or None. ROUNDED: to float16, as a GEMM has its
+    weights."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -43,8 +54,12 @@ def embed(
         weights = dequantized_half(
             planes, factors, rows, part, num_rows, num_blocks, FORMAT, ROUNDED
         )
-        index = at.to(tl.int64) * width + part * 128 + tl.arange(0, 128)[None, :]
-        tl.store(out + index, weights.to(tl.float32) * factors.sums)
+        column = part * 128 + tl.arange(0, 128)[None, :]
+        made = weights.to(tl.float32) * factors.sums
+        if learned is not None:
+            position = tl.load(learned.positions + at).to(tl.int64)
+            made += tl.load(learned.vectors + position * width + column)
+        tl.store(out + at.to(tl.int64) * width + column, made)
 
 
 @triton.jit

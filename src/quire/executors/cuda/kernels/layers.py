@@ -118,6 +118,30 @@ def _normed(x, weights, biases, column, size, epsilon, NORM: tl.constexpr):
 
 
 @triton.jit
+def norm_hidden(
+    hidden,
+    weight,
+    bias,
+    width,
+    size,
+    epsilon,
+    NORM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """hidden = norm of it. Arguments as of `add_and_norm`; one program a token."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    weights = _loaded(weight, column, inside)
+    biases = _loaded(bias, column, inside)
+    _begin_dependent(PDL)
+    x = tl.load(hidden + token * width + column, mask=inside, other=0.0)
+    normed = _normed(x, weights, biases, column, size, epsilon, NORM)
+    tl.store(hidden + token * width + column, normed, mask=inside)
+
+
+@triton.jit
 def add_and_norm(
     hidden,
     sums,
