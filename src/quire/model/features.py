@@ -108,7 +108,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
     "cuda": frozenset(
         OF_LLAMA
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # BitNet's, beside ternary matrices alone
-        | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES}
+        | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS}
+        | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS}
         | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES, Feature.OTHER_QK_NORMS}
         | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
         | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}

@@ -406,6 +406,8 @@ class Decoder:
             self._attend(shape, body, blocks, layer)
             added = self._project(count, layer.weights)
             if layer.is_parallel:
+                if layer.weights.feed_forward_norm is not None:  # of what attention took, too
+                    self._norm(count, layer.weights.feed_forward_norm, None)
                 fed = self._feed_forward(count, layer.weights, added.num_splits)
             else:
                 norm, scale = layer.weights.mixer_output_norm, layer.residual_scale
