@@ -20,6 +20,7 @@ from quire.executors.cuda.gemm import (  # noqa: E402
     plane_pointers,
 )
 from quire.executors.cuda.kernels import gemm as kernels  # noqa: E402
+from quire.executors.cuda.kernels.activations import XieluNumbers  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
     GATED_DIVISOR,
     PLANE_FORMATS,
@@ -105,13 +106,26 @@ def test_every_activation_is_the_references(activation: Activation) -> None:
     out = torch.zeros((1, 512), dtype=torch.float16)
     sums = torch.cat([gates, values])[None]
     constants = {"ACTIVATION": activation.value, "INTERLEAVED": False, "BLOCK": 1024}
-    kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, GATED=True, **constants)
+    kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, None, GATED=True, **constants)
     wanted = torch.from_numpy(reference.gated(activation, gates.numpy(), values.numpy()))
     assert relative(out[0].float(), wanted.double() / 4) < 3e-4
     if activation is not Activation.CLAMPED_SWIGLU:
-        kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, GATED=False, **constants)
+        kernels.gate[(1, 1)](sums, out, 512, 1024, 512, 0.25, None, GATED=False, **constants)
         wanted = torch.from_numpy(reference._ACTIVATIONS[activation](gates.numpy()))
         assert relative(out[0].float(), wanted.double() / 4) < 3e-4
+
+
+def test_xielu_is_the_references_in_every_layers_numbers() -> None:
+    values = torch.cat([torch.linspace(-12, 12, 384), torch.linspace(-0.05, 0.05, 128)])
+    for numbers in ((0.7, 1.3, 0.5, -1e-6), (2.0, 0.4, 1.5, -0.5)):
+        out = torch.zeros((1, 512), dtype=torch.float16)
+        constants = {"ACTIVATION": "xielu", "GATED": False, "INTERLEAVED": False, "BLOCK": 1024}
+        given = XieluNumbers(*numbers)
+        kernels.gate[(1, 1)](values[None], out, 512, 512, 512, 0.25, given, **constants)
+        of_layer = np.array(numbers, np.float32)
+        wanted = torch.from_numpy(reference.xielu(values.numpy(), of_layer)).double() / 4
+        for part in (slice(384), slice(384, 512)):
+            assert relative(out[0, part].float(), wanted[part]) < 3e-4
 
 
 @pytest.mark.parametrize("format_name", FORMATS)

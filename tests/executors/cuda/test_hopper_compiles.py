@@ -574,7 +574,7 @@ def test_routing_and_grouping_compile_without_spilled_registers(
         assert usage.stack == 0
 
 
-UNGATED = ("starcoder2", "nemotron", "gpt2")
+UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus")
 
 
 @pytest.mark.parametrize(

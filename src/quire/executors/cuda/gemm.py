@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from quire.executors.cuda.device import KERNELS_VARIABLE, runs_hopper_kernels, wants_plain_kernels
 from quire.executors.cuda.kernels import gemm as portable
 from quire.executors.cuda.kernels import ternary as portable_ternary
+from quire.executors.cuda.kernels.activations import XieluNumbers
 from quire.executors.cuda.kernels.plain_dequantize import Factors, PlanePointers
 from quire.executors.cuda.planes import CODE_SHIFT, GATED_DIVISOR, Array, PlaneFormat, Planes
 from quire.executors.cuda.weights import Linear, Segment
@@ -49,6 +50,7 @@ def launch_gate(linear: Linear, sums: Array, out: Array, num_tokens: int) -> Non
         linear.num_rows,
         out.stride(0),
         1 / GATED_DIVISOR,
+        XieluNumbers(*linear.xielu) if linear.xielu else None,
         ACTIVATION=linear.activation.value,
         GATED=linear.has_gates,
         INTERLEAVED=linear.is_gated,

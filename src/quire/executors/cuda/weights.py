@@ -86,6 +86,7 @@ class Linear:
     is_gated: bool = False  # eight gates, then their eight ups, and so on
     has_gates: bool = True  # where an activation is applied; otherwise to all its rows
     activation: Activation = Activation.SILU
+    xielu: tuple[float, ...] = ()  # the numbers of that activation
     scale: float = 1.0  # of its sums, before the bias
     scales: tuple[float, ...] = ()  # of ternary matrices, one each: their sums come without
 
@@ -429,8 +430,11 @@ class Loader:
             gate_up = self._gated(gate, up)
         else:
             gate_up = replace(self._hidden(up), num_splits=1, has_gates=False)
+        numbers: tuple[float, ...] = ()
+        if part.activation is Activation.XIELU:
+            numbers = tuple(self._floats(f"{prefix}ffn_xielu{suffix}.weight").tolist())
         return DenseWeights(
-            gate_up=replace(gate_up, activation=part.activation),
+            gate_up=replace(gate_up, activation=part.activation, xielu=numbers),
             down=replace(self._hidden(down), scale=GATED_DIVISOR),
         )
 

@@ -5,6 +5,8 @@ ACTIVATION is the value of a spec.Activation.
 
 # ruff: noqa: N803
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -28,6 +30,22 @@ def activated(x, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu")
         y = 0.5 * x * (1.0 + tl.erf(x * _ROOT_HALF))
     return y
+
+
+class XieluNumbers(NamedTuple):
+    """A layer's, as spec.Activation.XIELU has them."""
+
+    alpha: Any
+    other_alpha: Any
+    beta: Any
+    epsilon: Any
+
+
+@triton.jit
+def xielu(x, numbers):
+    """What exp(x) - 1 loses near 0 is less than the float16 that the result becomes has there."""
+    below = tl.exp(tl.minimum(x, numbers.epsilon)) - 1.0 - x
+    return tl.where(x > 0.0, numbers.alpha * x * x, numbers.other_alpha * below) + numbers.beta * x
 
 
 @triton.jit

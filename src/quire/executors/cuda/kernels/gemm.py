@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.executors.cuda.kernels.activations import activated, gated
+from quire.executors.cuda.kernels.activations import activated, gated, xielu
 from quire.executors.cuda.kernels.plain_dequantize import dequantized_half
 
 
@@ -127,13 +127,15 @@ def gate(
     sum_stride,
     out_stride,
     factor,
+    numbers,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """activation(gate) * up * factor. INTERLEAVED: eight gates, then their eight ups, and so on;
-    otherwise all gates come before all ups. Where not GATED, activation(up) * factor."""
+    otherwise all gates come before all ups. Where not GATED, activation(up) * factor. `numbers` are
+    XieluNumbers, or None."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if INTERLEAVED:
@@ -146,6 +148,8 @@ def gate(
     if GATED:
         ups = tl.load(sums + row + distance, mask=at < width, other=0.0)
         product = gated(gates, ups, ACTIVATION)
+    elif ACTIVATION == "xielu":
+        product = xielu(gates, numbers)
     else:
         product = activated(gates, ACTIVATION)
     product = tl.minimum(tl.maximum(product * factor, -65504.0), 65504.0)
