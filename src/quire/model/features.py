@@ -110,7 +110,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # BitNet's, beside ternary matrices alone
         | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS}
         | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS}
-        | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES, Feature.OTHER_QK_NORMS}
+        | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
+        | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
         | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
         | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}

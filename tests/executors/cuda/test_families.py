@@ -26,7 +26,9 @@ from quire.model.spec import (
     ModelSpec,
     Norm,
     NormKind,
+    NormSpan,
     PositionScale,
+    QKNorm,
 )
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
@@ -40,7 +42,8 @@ ON_CUDA = {  # of the drawn families
     *("stablelm-parallel", "gptneox-after", "internlm2", "internlm3", "exaone", "minicpm"),
     *("granite-shared", "granitemoe-shared", "deepseek", "bailingmoe", "exaone-moe"),
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
-    *("apertus", "falcon", "gptneox", "gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2"),
+    *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
+    *("apertus", "hunyuan-dense", "hunyuan-moe"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}
@@ -107,6 +110,19 @@ STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
     ),
     "gates clamped": lambda spec: with_activation(spec, Activation.CLAMPED_SWIGLU),
     "scores capped at 0.5": lambda spec: with_mixers(spec, soft_cap=0.5),
+    "norms after rope without weights, then queries scaled": lambda spec: with_mixers(
+        spec,
+        qk_norm=QKNorm(norm=Norm(epsilon=0.5, has_weight=False), is_after_rope=True),
+        position_scale=PositionScale(factor=2.0, length=3, offset=1),
+    ),
+    "layer norms of each head after rope": lambda spec: with_mixers(
+        spec,
+        qk_norm=QKNorm(
+            norm=Norm(epsilon=0.5, kind=NormKind.LAYER, has_weight=False),
+            span=NormSpan.EACH_HEAD,
+            is_after_rope=True,
+        ),
+    ),
     "queries scaled by position": lambda spec: with_mixers(
         spec, position_scale=PositionScale(factor=2.0, length=3, offset=1)
     ),
@@ -131,6 +147,29 @@ def test_experts_of_other_activations_are_refused(tmp_path: Path) -> None:
             check_fits(other, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("norm", "what"),
+    [
+        (QKNorm(norm=Norm(epsilon=0.5, has_bias=True)), "keys with biases"),
+        (
+            QKNorm(norm=Norm(epsilon=0.5, kind=NormKind.LAYER), span=NormSpan.PROJECTION),
+            "layer norms of queries and keys over all heads",
+        ),
+        (
+            QKNorm(norm=Norm(epsilon=0.5), span=NormSpan.PROJECTION, is_after_rope=True),
+            "keys after rope over all heads",
+        ),
+    ],
+)
+def test_norms_of_queries_and_keys_without_a_kernel_are_refused(
+    norm: QKNorm, what: str, tmp_path: Path
+) -> None:
+    with load_in_bfloat(write_drawn("glm4", tmp_path)) as model:
+        other = replace(model, spec=with_mixers(model.spec, qk_norm=norm))
+        with pytest.raises(UnsupportedModelError, match=what):
+            check_fits(other, device="cpu")
+
+
 @pytest.mark.parametrize("change", STRONG.values(), ids=STRONG.keys())
 def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
     change: Callable[[ModelSpec], ModelSpec], tmp_path: Path
@@ -142,7 +181,7 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 # Between them: every span of head norms, both kinds of norm before and after halves or not at all,
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu.
 SINGULAR = ("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3")
-SINGULAR += ("gpt2", "gptneox", "apertus")
+SINGULAR += ("gpt2", "gptneox", "apertus", "hunyuan-dense")
 
 
 @pytest.mark.parametrize("case", SINGULAR)

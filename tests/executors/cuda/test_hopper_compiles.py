@@ -578,13 +578,14 @@ UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus")
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", *UNGATED]
+    "case", ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED]
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
-    feed-forwards without a gate; queries scaled by position; learned positions."""
+    feed-forwards without a gate; queries scaled by position; learned positions; norms
+    after rope."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()

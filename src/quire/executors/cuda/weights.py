@@ -256,10 +256,12 @@ def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None
 def _check_head_norm(spec: ModelSpec, norm: QKNorm | None) -> None:
     if norm is None:
         return
-    if norm.is_after_rope or not norm.norm.has_weight or norm.norm.has_bias:
-        _refuse(spec, "norms of queries and keys that come after rope, or are not weights alone")
+    if norm.norm.has_bias:
+        _refuse(spec, "norms of queries and keys with biases")
     if norm.span is NormSpan.PROJECTION and norm.norm.kind is not NormKind.RMS:
         _refuse(spec, "layer norms of queries and keys over all heads")
+    if norm.span is NormSpan.PROJECTION and norm.is_after_rope:
+        _refuse(spec, f"{Feature.QK_NORMS_AFTER_ROPE} over all heads")
 
 
 def _refuse(spec: ModelSpec, what: str) -> NoReturn:
@@ -368,7 +370,8 @@ class Loader:
         if not self._has_mixer(prefix):
             return self._without_mixer(prefix, layer)
         head_norms = [None, None]
-        if layer.attention.qk_norm is not None:
+        norm = layer.attention.qk_norm
+        if norm is not None and norm.norm.has_weight:
             head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
         sinks = None
         if layer.attention.has_sinks:

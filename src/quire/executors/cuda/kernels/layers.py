@@ -26,6 +26,7 @@ class RopeShape(NamedTuple):
     is_interleaved: bool  # pairs are neighbours; otherwise halves of the first `rope_dims`
     norm: str  # the spec.NormSpan of queries and keys, or "": no norm
     is_layer_norm: bool
+    is_norm_after_rope: bool
     block_size: int
     heads: int  # of a program
     pairs: int  # of a head, up to a power of two
@@ -33,7 +34,7 @@ class RopeShape(NamedTuple):
 
 class HeadNorms(NamedTuple):
     """Weights of the norms of queries and keys, float32: [head_dim], or [heads, head_dim] where
-    the norm's span is not one head."""
+    the norm's span is not one head. None where there are no weights."""
 
     queries: Any
     keys: Any
@@ -275,20 +276,23 @@ def _norm_heads(
         squares = tl.sum(normed_x * normed_x, axis=1) + tl.sum(normed_y * normed_y, axis=1)
         mean = (squares / SHAPE.head_dim)[:, None]
     scale = 1.0 / tl.sqrt(mean + epsilon)
-    if SHAPE.norm == "head":
-        query_weights = norms.queries
-        key_weights = norms.keys
-    else:
-        query_weights = norms.queries + tl.where(is_query, head, 0) * SHAPE.head_dim
-        is_key = ~is_query & ~is_value
-        key_weights = norms.keys + tl.where(is_key, head - SHAPE.num_heads, 0) * SHAPE.head_dim
-    query_x = tl.load(query_weights + first, mask=in_head, other=0.0)
-    query_y = tl.load(query_weights + second, mask=in_head, other=0.0)
-    key_x = tl.load(key_weights + first, mask=in_head, other=0.0)
-    key_y = tl.load(key_weights + second, mask=in_head, other=0.0)
-    x = tl.where(is_value, x, normed_x * scale * tl.where(is_query, query_x, key_x))
-    y = tl.where(is_value, y, normed_y * scale * tl.where(is_query, query_y, key_y))
-    return x, y
+    normed_x = normed_x * scale
+    normed_y = normed_y * scale
+    if norms.queries is not None:
+        if SHAPE.norm == "head":
+            query_weights = norms.queries
+            key_weights = norms.keys
+        else:
+            query_weights = norms.queries + tl.where(is_query, head, 0) * SHAPE.head_dim
+            is_key = ~is_query & ~is_value
+            key_weights = norms.keys + tl.where(is_key, head - SHAPE.num_heads, 0) * SHAPE.head_dim
+        query_x = tl.load(query_weights + first, mask=in_head, other=0.0)
+        query_y = tl.load(query_weights + second, mask=in_head, other=0.0)
+        key_x = tl.load(key_weights + first, mask=in_head, other=0.0)
+        key_y = tl.load(key_weights + second, mask=in_head, other=0.0)
+        normed_x = normed_x * tl.where(is_query, query_x, key_x)
+        normed_y = normed_y * tl.where(is_query, query_y, key_y)
+    return tl.where(is_value, x, normed_x), tl.where(is_value, y, normed_y)
 
 
 @triton.jit
@@ -319,8 +323,8 @@ def rope_and_store(
     TERNARY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add the SPLITS of the query, key and value GEMM; norm and rope queries and keys; store
-    queries, and keys and values in the cache.
+    """Add the SPLITS of the query, key and value GEMM; norm and rope queries and keys, or rope and
+    norm them; store queries, and keys and values in the cache.
 
     sums [split, token, heads + 2 * kv heads, head_dim]; `norms` is HeadNorms where there are any;
     `out` is QueryKeyValue; `ternary` is TernarySums where TERNARY; `query_scales` is a factor of
@@ -366,7 +370,7 @@ def rope_and_store(
         scale = tl.where(is_query, ternary.query_scale, scale)
         x = tl.div_rn(x, unit) * scale
         y = tl.div_rn(y, unit) * scale
-    if SHAPE.norm != "":
+    if SHAPE.norm != "" and not SHAPE.is_norm_after_rope:
         mean = None
         if SHAPE.norm == "projection":
             mean = _projection_mean(row, is_query, split_stride, SPLITS, SHAPE)
@@ -375,6 +379,10 @@ def rope_and_store(
         )
     roped_x = tl.where(is_value, x, x * cosine - y * sine)
     roped_y = tl.where(is_value, y, x * sine + y * cosine)
+    if SHAPE.is_norm_after_rope:
+        roped_x, roped_y = _norm_heads(
+            roped_x, roped_y, norms, None, epsilon, head, first, second, is_query, is_value, SHAPE
+        )
     if query_scales is not None:
         factor = tl.where(is_query, tl.load(query_scales + position), 1.0)
         roped_x = roped_x * factor
