@@ -154,10 +154,12 @@ ATTENTION_SHAPES = (
     AttentionShape(4, 1, 256),
 )
 LONG_SHAPE = AttentionShape(8, 2, 128)
+_ALIBI = LayerAttention(0.0, slopes=())  # of as many heads as there are
 LAYERS = (  # a scale of 0: head_dim ** -0.5
     LayerAttention(0.0),
     LayerAttention(0.0, window=300),
     LayerAttention(0.3, window=128, soft_cap=2.0),
+    _ALIBI,
 )
 
 
@@ -203,6 +205,9 @@ class AttentionCase:
         layer = layer._replace(scale=layer.scale or spec.head_dim**-0.5)
         if layer.soft_cap:
             layer = layer._replace(sinks=torch.linspace(-4, 4, spec.num_heads, device="cuda"))
+        if layer.slopes is not None:
+            slopes = torch.logspace(-8, -1, spec.num_heads, 2.0, device="cuda")
+            layer = layer._replace(slopes=slopes)
         return cls(spec, layer, lengths, chunks, kept[0], kept[1], tables, queries)
 
     def found(
@@ -264,6 +269,9 @@ class AttentionCase:
             position = torch.arange(length - count, length, device="cuda")[:, None]
             key = torch.arange(length, device="cuda")  # positions
             masked = (key > position) | (key <= position - self.layer.num_seen)
+            if self.layer.slopes is not None:
+                slopes = self.layer.slopes.double()[:, None, None] / np.log2(np.e)
+                scores = scores + slopes * (key - position)
             scores = scores.masked_fill(masked, float("-inf"))
             if self.layer.sinks is not None:
                 sinks = self.layer.sinks.double()[:, None, None] / np.log2(np.e)
@@ -282,7 +290,7 @@ def check_attention(
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
     case = AttentionCase.made(spec, layer, lengths)
     num_splits = -(-max(lengths) // SPLIT_SIZE)
-    attention = _attention(spec, num_splits)
+    attention = _attention(spec, num_splits, has_slopes=layer.slopes is not None)
     found = case.found(attention, _FEW)
     others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
     wanted = case.exact()
@@ -290,7 +298,7 @@ def check_attention(
     return error, all(torch.equal(found, other) for other in others)
 
 
-def _attention(spec: AttentionShape, num_splits: int) -> Attention:
+def _attention(spec: AttentionShape, num_splits: int, *, has_slopes: bool = False) -> Attention:
     is_hopper = torch.cuda.get_device_capability()[0] >= 9
     return attention_for(
         spec,
@@ -300,6 +308,7 @@ def _attention(spec: AttentionShape, num_splits: int) -> Attention:
         block_size=BLOCK_SIZE,
         launch_options={"PDL": is_hopper, "launch_pdl": is_hopper},
         device="cuda",
+        has_slopes=has_slopes,
     )
 
 
@@ -310,6 +319,7 @@ def _attention_line(
     heads = f"{shape.num_heads} heads over {shape.num_kv_heads} of {shape.head_dim}"
     bits = "same" if same else "DIFFER"
     more = ", sinks and a soft cap" if layer.soft_cap else ""
+    more += ", ALiBi" if layer.slopes is not None else ""
     what = f"attention, {heads}, up to {max(lengths)} positions, window {layer.window}{more}"
     print(f"{what}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3

@@ -49,10 +49,11 @@ def attended(
     out_type: Any = torch.float16,
     soft_cap: float = 0.0,
     sinks: Any = None,
+    slopes: Any = None,
 ) -> Any:
     """Rows at these positions, so many tokens a program, in operand order."""
-    given = None if sinks is None else sinks * np.log2(np.e)
-    layer = LayerAttention(DIM**-0.5, window, soft_cap, given)
+    given = [None if x is None else x * np.log2(np.e) for x in (sinks, slopes)]
+    layer = LayerAttention(DIM**-0.5, window, soft_cap, *given)
     starts = list(positions)[::tokens]
     tiles = kernels.TokenTiles(
         rows=_integers([start - positions[0] for start in starts]),
@@ -79,6 +80,7 @@ def attended(
         128,
         layer.sinks,
         layer.exp2_soft_cap,
+        layer.slopes,
         SHAPE=shape,
         DIMS=DIM,
         SPLIT_PROGRAMS=splits > 0,
@@ -104,6 +106,7 @@ def exact(
     window: int = NO_WINDOW,
     soft_cap: float = 0.0,
     sinks: Any = None,
+    slopes: Any = None,
 ) -> Any:
     """In float64, [heads * dims]."""
     seen = range(max(0, position + 1 - window), position + 1)
@@ -116,6 +119,8 @@ def exact(
         scores = keys @ cache["queries"][position, head].double() * DIM**-0.5
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
+        if slopes is not None:
+            scores = scores + slopes[head].double() * (torch.tensor(list(seen)) - position)
         if sinks is not None:
             scores = torch.cat([scores, sinks[head, None].double()])
         mixed.append(torch.softmax(scores, 0)[: len(values)] @ values)
@@ -143,16 +148,21 @@ def test_a_row_has_the_same_bits_alone_in_a_tile_and_in_splits(
         assert torch.equal(found, together), (tokens, splits)
 
 
+SLOPES = torch.tensor([0.5, 0.0625, 0.01, 2.0])
 SINKS = torch.tensor([-1.0, 0.5, 3.0, 9.0])  # of each head: the last takes nearly all weight
 SINGULAR: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": SINKS},
     "a soft cap": {"soft_cap": 1.5},
+    "ALiBi": {"slopes": SLOPES},
+    "ALiBi, a soft cap and a window": {"slopes": SLOPES, "soft_cap": 1.5, "window": 20},
     "sinks, a soft cap and a window": {"sinks": SINKS, "soft_cap": 1.5, "window": 20},
 }
 
 
 @pytest.mark.parametrize("options", SINGULAR.values(), ids=SINGULAR.keys())
-def test_sinks_and_soft_caps_are_a_rows_own(cache: dict[str, Any], options: dict[str, Any]) -> None:
+def test_sinks_soft_caps_and_slopes_are_a_rows_own(
+    cache: dict[str, Any], options: dict[str, Any]
+) -> None:
     together = attended(cache, range(60, 68), 8, **options)
     found = to_natural_order(together)
     plain = to_natural_order(attended(cache, range(60, 68), 8))

@@ -381,6 +381,26 @@ def test_the_kernel_in_cuda_is_compiled_for_models_it_is_made_for(
         assert attention.fallback is None
 
 
+@pytest.mark.parametrize("has_slopes", [False, True])
+def test_models_with_alibi_take_the_plain_kernel_in_every_step(
+    has_slopes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers, "runs_hopper_kernels", lambda device: True)
+    spec: Any = SimpleNamespace(num_heads=32, num_kv_heads=32, head_dim=128)
+    attention = launchers.attention_for(
+        spec,
+        max_split_tokens=1,
+        max_splits=1,
+        max_sequences=4,
+        block_size=16,
+        launch_options={},
+        device="cpu",
+        has_slopes=has_slopes,
+    )
+    wanted = launchers.PlainAttention if has_slopes else launchers.HopperAttention
+    assert type(attention) is wanted
+
+
 class _Made:
     """Stands for the class CudaPrefill."""
 
@@ -574,7 +594,7 @@ def test_routing_and_grouping_compile_without_spilled_registers(
         assert usage.stack == 0
 
 
-UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus")
+UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
 
 
 @pytest.mark.parametrize(
@@ -585,7 +605,7 @@ def test_every_kernel_of_a_familys_step_compiles(
 ) -> None:
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
     feed-forwards without a gate; queries scaled by position; learned positions; norms
-    after rope."""
+    after rope; ALiBi, and a norm after the embedding."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -595,6 +615,7 @@ def test_every_kernel_of_a_familys_step_compiles(
         return run(self, *arguments, **{**settings, "warmup": True})
 
     def plain(spec: Any, **settings: Any) -> launchers.Attention:
+        assert settings["has_slopes"] == (case == "bloom")
         splits = launchers._Splits(spec, settings["max_split_tokens"], 4, "cpu")
         return launchers.PlainAttention(spec, splits, 16, options, exact=False)
 
@@ -617,6 +638,7 @@ def test_every_kernel_of_a_familys_step_compiles(
     assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
     assert ("cap_logits" in names) == (case == "gemma2")
     assert ("gate" in names) == (case in UNGATED)
+    assert ("norm_hidden" in names) == (case == "bloom")
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 
 

@@ -105,14 +105,22 @@ def test_a_grouped_gemm_fits_every_gpu(
 
 
 @pytest.mark.parametrize(
-    ("capability", "heads", "kv_heads", "head_dim"),
-    [*((capability, 32, 8, 128) for capability in CAPABILITIES), (89, 9, 3, 64)],
+    ("capability", "heads", "kv_heads", "head_dim", "has_slopes", "kept"),
+    [
+        *((capability, 32, 8, 128, False, "bfloat16") for capability in CAPABILITIES),
+        (89, 9, 3, 64, False, "bfloat16"),
+        *((capability, 32, 32, 128, True, "bfloat16") for capability in CAPABILITIES),
+        *((capability, 16, 16, 64, True, "bfloat16") for capability in (89, 90)),
+        *((90, 32, 32, 128, True, kept) for kept in ("int8", "uint8")),
+    ],
 )
 def test_attention_fits_every_gpu(
     capability: int,
     heads: int,
     kv_heads: int,
     head_dim: int,
+    has_slopes: bool,
+    kept: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -122,7 +130,8 @@ def test_attention_fits_every_gpu(
     splits = launchers._Splits(spec, 4, 1, "cpu")
     options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
     attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
-    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=torch.bfloat16)
+    keys = torch.empty((8, kv_heads, 16, head_dim), dtype=getattr(torch, kept))
+    scales = torch.empty((8, kv_heads, 2, 16)) if keys.element_size() == 1 else None
     integers = torch.empty((5, 4), dtype=torch.int32)
     inputs = launchers.AttentionInput(
         queries=torch.empty((4, heads, head_dim), dtype=torch.bfloat16),
@@ -130,9 +139,10 @@ def test_attention_fits_every_gpu(
         tiles=plain_attention.TokenTiles(*integers),
         out=torch.empty((4, heads * head_dim), dtype=torch.float16),
     )
-    layer = launchers.LayerAttention(head_dim**-0.5)
-    attention.attend(inputs, launchers.LayerCache(keys, keys), layer, 0)
+    slopes = torch.empty(heads) if has_slopes else None
+    layer = launchers.LayerAttention(head_dim**-0.5, slopes=slopes)
+    attention.attend(inputs, launchers.LayerCache(keys, keys, scales), layer, 0)
     usage, _ = compiled(catch.found, tmp_path)
-    print(capability, heads, usage)
+    print(capability, heads, has_slopes, kept, usage)
     assert usage.stack <= ONE_ADDRESS
     assert usage.shared <= SHARED_MEMORY_OF[capability]

@@ -62,6 +62,7 @@ class LayerAttention(NamedTuple):
     window: int | None = None
     soft_cap: float = 0.0  # on scores; 0: none
     sinks: Array | None = None  # float32 [heads], times log2(e)
+    slopes: Array | None = None  # ALiBi's, float32 [heads], times log2(e)
 
     @property
     def exp2_scale(self) -> float:
@@ -182,6 +183,7 @@ class PlainAttention:
             inputs.out.stride(0),
             layer.sinks,
             layer.exp2_soft_cap,
+            layer.slopes,
             SHAPE=self._shape,
             DIMS=max(_MIN_DIMS, triton.next_power_of_2(spec.head_dim)),
             SPLIT_PROGRAMS=num_splits > 0,
@@ -355,6 +357,7 @@ class HopperAttention:
     def attend(
         self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
     ) -> None:
+        assert layer.slopes is None, "attention_for takes the plain kernel"
         spec = self._spec
         num_tokens = len(inputs.tiles.rows)
         shape = _shape(spec, self._block_size, self._rows(num_tokens), self._kernels.TILE)
@@ -416,11 +419,13 @@ def attention_for(
     device: str,
     query_dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype = torch.bfloat16,
+    has_slopes: bool = False,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
-    give splits of the context programs of their own."""
+    give splits of the context programs of their own. `has_slopes`: a layer of the model has ALiBi,
+    which the plain kernel alone computes."""
     splits = _Splits(spec, max_split_tokens, max_splits, device)
-    is_hopper = runs_hopper_kernels(device)
+    is_hopper = runs_hopper_kernels(device) and not has_slopes
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):

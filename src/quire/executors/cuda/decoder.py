@@ -292,6 +292,7 @@ class Decoder:
             device=self._device,
             query_dtype=self._QUERY_DTYPE,
             kv_dtype=self.kv_dtype,
+            has_slopes=any(part.alibi for part in spec.attentions.values()),
         )
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
@@ -344,12 +345,15 @@ class Decoder:
         mixers = {layer.attention for layer in spec.layers}
         ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
         scales = {x: None if only else self._query_scales(x) for x in mixers}
+        slopes = {x: self._slopes(x) for x in mixers}
         lowered = []
         for index, (layer, weights) in enumerate(
             zip(spec.layers, self._weights.layers, strict=True)
         ):
             part = layer.attention
-            attention = LayerAttention(part.scale, part.window, part.soft_cap, weights.sinks)
+            attention = LayerAttention(
+                part.scale, part.window, part.soft_cap, weights.sinks, slopes[part]
+            )
             lowered.append(
                 LoweredLayer(
                     group=self._layout.groups[index],
@@ -373,6 +377,12 @@ class Decoder:
         steps = (np.arange(self._limits.max_context) + scale.offset) // scale.length
         scales = (1.0 + scale.factor * np.log(1 + steps)).astype(np.float32)
         return torch.from_numpy(scales).to(self._device)
+
+    def _slopes(self, part: Attention) -> Array | None:
+        if not part.alibi:
+            return None
+        slopes = np.array(part.alibi_slopes) * math.log2(math.e)
+        return torch.from_numpy(slopes.astype(np.float32)).to(self._device)
 
     def _rope_tables(self, rope: Rope | None) -> RopeTables:
         if rope is None:

@@ -131,6 +131,7 @@ def _attend_split(
     scale,
     window,
     soft_cap,
+    slope,
     DIMS: tl.constexpr,
     SHAPE: tl.constexpr,
     LARGE: tl.constexpr,
@@ -164,7 +165,10 @@ def _attend_split(
         is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         if scales is not None:
             s = s * key_scale[None, :]
-        s = tl.where(is_seen, scaled_scores(s, scale, soft_cap), float("-inf"))
+        s = scaled_scores(s, scale, soft_cap)
+        if slope is not None:
+            s += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
+        s = tl.where(is_seen, s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, axis=1))
         safe = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(s - safe[:, None])
@@ -195,6 +199,7 @@ def attend(
     out_stride,
     sinks,
     soft_cap,
+    slopes,
     SHAPE: tl.constexpr,
     DIMS: tl.constexpr,
     SPLIT_PROGRAMS: tl.constexpr,
@@ -206,8 +211,9 @@ def attend(
 
     `tiles` are TokenTiles, `splits` SplitBuffers. DIMS: head_dim up to a power of two. LARGE: a
     layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.
-    `scale` includes log2(e), and so do `sinks` [heads]; without these, and without a `soft_cap`,
-    they are None. `scales` are those of a cache of codes, or None.
+    `scale` includes log2(e), and so do `sinks` [heads] and `slopes` [heads], which are multiplied
+    by the position of a key less the query's and added to scores; without these, and without a
+    `soft_cap`, they are None. `scales` are those of a cache of codes, or None.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -236,6 +242,9 @@ def attend(
         mask=is_row[:, None] & is_dim[None, :],
         other=0.0,
     )
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=is_row, other=0.0)
     end = first_position + count
     begin = tl.maximum(first_position + 1 - window, 0)
     if SPLIT_PROGRAMS:
@@ -267,6 +276,7 @@ def attend(
             scale,
             window,
             soft_cap,
+            slope,
             DIMS,
             SHAPE,
             LARGE,
