@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
+from tests.drawn_families import write_drawn
 from tests.executors.cuda.test_placed import (
     BITNET,
     PROMPT,
     TABLE,
     TINY,
-    error,
-    opened_on_cpu,
-    opened_on_gpu,
-    rows_of,
+    check_between_both,
+    opened_model,
 )
 from tests.executors.reference.plans import logits, row, run
 from tests.executors.test_contract import (  # noqa: F401
@@ -42,7 +41,7 @@ from quire.model.parts import feed_forwards, without_feed_forwards
 def opened(
     path: Path | str, num_blocks: int = 16, *, kv_int8: bool = False, piece_tokens: int = 32
 ) -> Iterator[FeedForwardExecutor]:
-    with load_model(path) as model:
+    with opened_model(path) as model:
         executor = load_feed_forward(
             model,
             num_blocks=num_blocks,
@@ -67,14 +66,13 @@ def executor() -> Iterator[Executor]:
 @pytest.mark.parametrize("path", [TINY, "dummy:tiny-gemma3", "dummy:tiny-moe:Q4_K_M", BITNET])
 def test_its_logits_lie_between_those_of_both_devices(path: Path | str) -> None:
     """No farther from either than these are from each other, or than any two orders of sums."""
-    found = []
-    for opener in (opened_on_cpu, opened_on_gpu, opened):
-        with opener(path) as executor:
-            found.append(logits(executor, rows_of(executor, PROMPT)))
-    on_cpu, on_gpu, placed = found
-    bound = max(error(on_cpu, on_gpu), 1e-4)
-    assert error(placed, on_gpu) <= bound
-    assert error(placed, on_cpu) <= bound
+    check_between_both(path, opened)
+
+
+@pytest.mark.parametrize("case", ["gpt2", "apertus", "bloom"])
+def test_what_stands_before_all_layers_is_the_cpus(case: str, tmp_path: Path) -> None:
+    """Learned positions, a norm after the embedding. xielu's numbers are the GPU's."""
+    check_between_both(write_drawn(case, tmp_path), opened)
 
 
 def test_a_step_cut_into_pieces_gives_the_same_bits(executor: FeedForwardExecutor) -> None:

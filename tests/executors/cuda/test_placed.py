@@ -1,7 +1,7 @@
 """A model's first layers on the CPU, the rest on the GPU's kernels, which Triton interprets."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
+from tests.drawn_families import write_drawn
+from tests.executors.cuda.bfloat_models import load_in_bfloat
 from tests.executors.reference.plans import logits, row, run
 from tests.executors.test_contract import (  # noqa: F401
     test_a_bias_of_a_token_too_high_faults_its_row_alone,
@@ -36,12 +38,18 @@ from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.placed import PlacedExecutor, load_placed
 from quire.executors.worker import CancelFlag
 from quire.model.kv_layout import grouped
-from quire.model.loading import load_model
+from quire.model.loading import Model, load_model
 
 TINY = fixture_file("tiny/Q4_0.gguf")
 BITNET = fixture_file("tiny-bitnet/TQ2_0.gguf")
 PROMPT = (3, 1, 4, 1, 5, 9, 2, 6)
 TABLE = (2, 0)
+
+
+def opened_model(path: Path | str) -> Model:
+    """A file or a dummy; of a folder, as of a drawn family, its matrices in bfloat16."""
+    is_folder = isinstance(path, Path) and path.is_dir()
+    return load_in_bfloat(Path(path)) if is_folder else load_model(path)
 
 
 @contextmanager
@@ -53,7 +61,7 @@ def opened_placed(
     kv_int8: bool = False,
     piece_tokens: int = 32,
 ) -> Iterator[PlacedExecutor]:
-    with load_model(path) as model:
+    with opened_model(path) as model:
         executor = load_placed(
             model,
             gpu_layers=model.spec.num_layers - cpu_layers,
@@ -88,7 +96,7 @@ def error(found: Any, exact: Any) -> float:
 
 @contextmanager
 def opened_on_gpu(path: Path | str) -> Iterator[CudaExecutor]:
-    with load_model(path) as model:
+    with opened_model(path) as model:
         config = CudaConfig(max_batch_size=4, max_step_tokens=32, num_blocks=16, device="cpu")
         executor = CudaExecutor(model, config, layout=grouped(model.spec, BLOCK_SIZE))
         executor.warm_up()
@@ -98,7 +106,7 @@ def opened_on_gpu(path: Path | str) -> Iterator[CudaExecutor]:
 
 @contextmanager
 def opened_on_cpu(path: Path | str) -> Iterator[CpuExecutor]:
-    with load_model(path) as model:
+    with opened_model(path) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
         threads = Threads(1, may_spin=False)
         executor = CpuExecutor(model, num_blocks=16, threads=threads, layout=layout)
@@ -109,14 +117,26 @@ def opened_on_cpu(path: Path | str) -> Iterator[CpuExecutor]:
 @pytest.mark.parametrize("path", [TINY, "dummy:tiny-gemma3", "dummy:tiny-moe:Q4_K_M", BITNET])
 def test_its_logits_lie_between_those_of_both_devices(path: Path | str) -> None:
     """No farther from either than these are from each other, or than any two orders of sums."""
+    check_between_both(path, opened_placed)
+
+
+def check_between_both(path: Path | str, opened: Callable[[Path | str], Any]) -> None:
     found = []
-    for opener in (opened_on_cpu, opened_on_gpu, opened_placed):
+    for opener in (opened_on_cpu, opened_on_gpu, opened):
         with opener(path) as executor:
             found.append(logits(executor, rows_of(executor, PROMPT)))
     on_cpu, on_gpu, placed = found
     bound = max(error(on_cpu, on_gpu), 1e-4)
     assert 0 < error(placed, on_gpu) <= bound
     assert 0 < error(placed, on_cpu) <= bound
+
+
+@pytest.mark.parametrize("case", ["gpt2", "phi2", "bloom"])
+def test_what_stands_before_all_layers_or_behind_them_is_one_sides_own(
+    case: str, tmp_path: Path
+) -> None:
+    """Learned positions, a norm after the embedding, a head with a bias; ALiBi on both sides."""
+    check_between_both(write_drawn(case, tmp_path), opened_placed)
 
 
 @pytest.mark.parametrize("cpu_layers", [1, 3])
