@@ -131,7 +131,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "response_format",
         "give one of them",
     ),
-    ({"guided_regex": "a" * 200_000}, "guided_regex", "the limit is 131072"),
+    ({"guided_regex": "a" * 600_000}, "guided_regex", "the limit is 524288"),
 ]
 
 

@@ -327,6 +327,17 @@ def test_the_cache_is_bounded_and_keeps_what_is_in_use(monkeypatch: pytest.Monke
     assert dropped is not None and dropped.constraint == params[1].structured
 
 
+def test_the_cache_holds_so_much_text_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "MAX_CACHED_CHARACTERS", 100)
+    made = grammars_of(byte_level())
+    texts = ["a" * 60, "b" * 40, "b" * 30, "c" * 120, "d"]
+    recent = []
+    for text in texts:
+        made.prepare(SamplingParams(structured=Constraint.regex(text)))
+        recent.append([constraint.value for constraint in made._recent])
+    assert recent == [texts[:1], texts[:2], texts[1:3], texts[3:4], texts[4:]]
+
+
 def test_many_threads_may_compile_at_once() -> None:
     tokenizer = byte_level()
     made = grammars_of(tokenizer)

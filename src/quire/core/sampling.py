@@ -21,7 +21,7 @@ MAX_BAD_WORDS = 256
 MAX_SEQUENCE_BREAKERS = 32
 MAX_BREAKER_BYTES = 40
 SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
-MAX_CONSTRAINT_LENGTH = 131_072  # characters
+MAX_CONSTRAINT_LENGTH = 524_288  # characters
 CONSTRAINT_KINDS = ("json_schema", "json_object", "regex", "grammar", "choice", "answer")
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED = 256
+MAX_CACHED_CHARACTERS = 4 << 20  # of constraints: compiled ones take 1 to 250 bytes for each
 _MOST_FORCED_BYTES = 1024  # longer texts become tokens in threads
 _MISSING = (
     "structured output needs the package llguidance: pip install 'quire[structured]' where quire "
@@ -64,6 +65,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._vocabulary: LLTokenizer | None = None
         self._recent: OrderedDict[Constraint, CompiledGrammar | RequestError] = OrderedDict()
+        self._num_characters = 0  # of these
         self._in_use: weakref.WeakValueDictionary[Constraint, CompiledGrammar]
         self._in_use = weakref.WeakValueDictionary()
         self._banned = lru_cache(MAX_CACHED)(lambda words: banned_after(words, tokenizer))
@@ -115,14 +117,23 @@ class Grammars:
         if known is None:
             known = self._compile(constraint)
             with self._lock:
-                self._recent[constraint] = known
-                if isinstance(known, CompiledGrammar):
-                    self._in_use[constraint] = known
-                while len(self._recent) > MAX_CACHED:
-                    self._recent.popitem(last=False)
+                self._remember(constraint, known)
         if isinstance(known, RequestError):
             raise RequestError(str(known), param=known.param)
         return known
+
+    def _remember(self, constraint: Constraint, known: CompiledGrammar | RequestError) -> None:
+        """Under the lock. The latest stays, whatever its length."""
+        if constraint not in self._recent:
+            self._num_characters += len(constraint.value)
+        self._recent[constraint] = known
+        if isinstance(known, CompiledGrammar):
+            self._in_use[constraint] = known
+        while len(self._recent) > MAX_CACHED or (
+            self._num_characters > MAX_CACHED_CHARACTERS and len(self._recent) > 1
+        ):
+            oldest, _ = self._recent.popitem(last=False)
+            self._num_characters -= len(oldest.value)
 
     def _compile(self, constraint: Constraint) -> CompiledGrammar | RequestError:
         if self._tokenizer is None:
