@@ -112,6 +112,7 @@ def test_what_outgrows_the_context_is_told_as_openais_clients_know_it(
         ("/v1/audio/transcriptions", "text alone"),
         ("/v1/images/generations", "text alone"),
         ("/completion", "use /v1/completions"),
+        ("/infill", "use /v1/completions with prompt and suffix"),
         ("/chat/completions", "did you mean /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/v1/nope", "see /docs"),

@@ -43,7 +43,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "/completion": "use /v1/completions",
     "/generate": "use /v1/completions",
     "/embedding": "use /v1/embeddings",
-    "/infill": "quire continues texts, it does not fill in",
+    "/infill": "use /v1/completions with prompt and suffix",
     "/apply-template": "/tokenize shows the tokens of a conversation",
     "/slots": "use /v1/stats",
     "/pooling": "use /v1/embeddings",
