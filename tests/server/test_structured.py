@@ -124,7 +124,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not"),
     ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
     ({"guided_choice": ["a", ""]}, "guided_choice", "non-empty strings"),
-    ({"grammar": "root ::= x"}, "grammar", "'x' not found"),
+    ({"grammar": "root ::= x"}, "grammar", "'x', which is not defined"),
     ({"grammar": GBNF, "json_schema": SCHEMA}, "json_schema", "grammar and json_schema both ask"),
     (
         {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},

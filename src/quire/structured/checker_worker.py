@@ -3,7 +3,7 @@ take very long or overflow the stack, where nothing in the same process could st
 
 It compiles the constraint over a vocabulary of single bytes. What passes here within the limits
 passes in the main process as well, which compiles with a larger stack. This module imports
-llguidance, `core.lockdown` and the standard library alone.
+llguidance, `core.lockdown`, `gbnf` and the standard library alone.
 """
 
 import json
@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
-from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.core.lockdown import lock_down
+from quire.structured.gbnf import is_gbnf, lark_of
 
 MEMORY_BYTES = 1 << 30  # of address space
 STACK_BYTES = 8 << 20
@@ -72,11 +72,9 @@ def grammar_of(kind: str, value: str) -> str:
         case "answer":
             return LLMatcher.grammar_from_lark(answer_lark(json.loads(value)))
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(value))
+        return LLMatcher.grammar_from_lark(lark_of(value) if is_gbnf(value) else value)
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
-    except Exception as error:  # GbnfToLarkError, and plain ones for names that clash
-        raise ValueError(str(error)) from None
 
 
 _TOKEN = re.compile(r"<\[[0-9]+\]>")  # in Lark: a token of the model by its id ...

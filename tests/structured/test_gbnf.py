@@ -1,0 +1,95 @@
+"""llama.cpp's grammars: which texts they take, and what is said of those that are none."""
+
+import pytest
+from llguidance import LLMatcher
+from tests.structured.test_grammars import byte_level
+from tests.structured.walks import grammars_of
+
+from quire.core.errors import RequestError
+from quire.core.sampling import Constraint, SamplingParams
+from quire.structured.checker_worker import Checker, grammar_of
+
+CHECKER = Checker()
+
+
+def takes(grammar: str, text: str) -> bool:
+    """Whether a text is whole, by its bytes."""
+    matcher = LLMatcher(CHECKER._tokenizer, grammar_of("grammar", grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = list(text.encode())
+    if matcher.validate_tokens(tokens) < len(tokens):
+        return False
+    assert matcher.consume_tokens(tokens)
+    accepting: bool = matcher.is_accepting()
+    return accepting
+
+
+CASES: list[tuple[str, str, list[str], list[str]]] = [
+    ("a rule may use any other", 'root ::= b "c"\nb ::= "a" | "b"', ["ac", "bc"], ["c"]),
+    ("what repeats may end as the next begins", 'root ::= x "a"\nx ::= [ab]*', ["a", "aba"], ["b"]),
+    ("spaces before a space", 'root ::= ws "x" ws " y"\nws ::= " "*', ["x y", " x   y"], ["xy"]),
+    ("a text that begins another", 'root ::= ("ab" | "abc") "cd"', ["abcd", "abccd"], ["abc"]),
+    ("recursion", 'root ::= "a" | "(" root ")"', ["a", "((a))"], ["(a", ")"]),
+    ("recursion on the left", 'root ::= root "a" | "b"', ["baa"], ["a"]),
+    ("recursion by another rule", 'root ::= "a" x?\nx ::= "-" root', ["a-a-a"], ["a-"]),
+    ("times", 'root ::= "a"{2} "b"{1,} "c"{0,2} "d"{,1}', ["aab", "aabbccd"], ["ab", "aabcccd"]),
+    ("times of times", 'root ::= ([0-9]+)? ("a"{2}){2} "b"?*', ["aaaa", "12aaaabb"], ["aa"]),
+    ("nothing", 'root ::= "" | "a" |', ["", "a"], ["b"]),
+    ("escapes", r'root ::= "\x41\u00e9\U0001F600\n\"\\"', ['Aé😀\n"\\'], ["A"]),
+    ("escapes in sets", r"root ::= [\x30-\x32\u00e9\]\[\\^-]+", ["0é][\\^-2"], ["3", "x"]),
+    ("sets of unicode", "root ::= [ぁ-ゟ]+ [^a-z]", ["ぁZ", "ぁ\n"], ["ぁz"]),
+    (
+        "signs that mean something to others",
+        "root ::= [a-c&&~~/.*+(){}|$#\"']+",
+        ["b&~/$#'"],
+        ["d"],
+    ),
+    ("ranges of signs", "root ::= [+--] [!-~]", ["-a", ",!"], [".a"]),
+    ("any character", "root ::= . .", ["\né", "ab"], ["a"]),
+    ("all but nothing", "root ::= [^]", ["\n", "]"], [""]),
+    ("comments", '# of it\nroot ::= "#" # more\n | "b#" #', ["#", "b#"], ["b"]),
+    ("lines", 'root ::= "a"\r\n  | "b"\r\n  "c"\r\nx ::= "d"', ["a", "bc"], ["b", "d"]),
+    (
+        "names alike",
+        'root ::= a-b a_b A-B\na-b ::= "1"\na_b ::= "2"\nA-B ::= "3"',
+        ["123"],
+        ["111"],
+    ),
+    ("a name of Lark", 'root ::= start import\nstart ::= "a"\nimport ::= "b"', ["ab"], ["a"]),
+    ("no spaces", 'root::="a"b\nb::="::="', ["a::="], ["a"]),
+    ("a rule twice", 'root ::= x\nx ::= "a"\nx ::= "b"', ["b"], ["a"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "taken", "refused"), [c[1:] for c in CASES], ids=[c[0] for c in CASES]
+)
+def test_a_grammar_takes_its_texts(grammar: str, taken: list[str], refused: list[str]) -> None:
+    assert [takes(grammar, text) for text in taken] == [True] * len(taken)
+    assert [takes(grammar, text) for text in refused] == [False] * len(refused)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "part"),
+    [
+        ('foo ::= "a"', "no rule 'root'"),
+        ('root ::= "a" foo', "rule 'root' uses 'foo', which is not defined"),
+        ('root ::= "a"\n  "b', """line 2, at '"b': this is no part"""),
+        ("root ::= 'a'", """line 1, at "'a'": this is no part"""),
+        ('root ::= "a" )', "line 1, at ')': the name of a rule is expected here"),
+        ('root ::= ("a"', "')' is expected here"),
+        ('root "a"\nx ::= "b"', """at '"a"': ::= is expected here"""),
+        ("root ::= *", "at '*'"),
+        ('root ::= "a"{3,1}', "at '{3,1}': this is no number of times"),
+        ('root ::= "a"{,}', "no number of times"),
+        (r'root ::= "\d"', "at '\\\\d\"': this is no character"),
+        (r'root ::= "a\ud800"', "no character"),
+        ("root ::= [z-a]", "'a' is before 'z'"),
+        ("root ::= []", "nothing is in the set"),
+        ("root ::= <think>", "at '<think>'"),
+    ],
+)
+def test_an_error_says_what_is_wrong_and_where(grammar: str, part: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        grammars_of(byte_level()).prepare(SamplingParams(structured=Constraint.grammar(grammar)))
+    assert part in str(caught.value)
