@@ -107,7 +107,12 @@ def test_the_clients_stream_helper_gives_a_model(client: openai.OpenAI) -> None:
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {"not": {"const": 1}}},
+            }
+        },
         "response_format",
         "at #: Unimplemented keys",
     ),

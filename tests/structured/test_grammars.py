@@ -219,7 +219,7 @@ def test_with_ignore_eos_the_text_goes_on_as_long_as_it_can() -> None:
     ("constraint", "part"),
     [
         (
-            Constraint.json({"properties": {"b": {"items": {"not": {}}}}}),
+            Constraint.json({"properties": {"b": {"items": {"not": {"const": 1}}}}}),
             "at #/properties/b/items: ",
         ),
         (Constraint.json({"$ref": "#/$defs/x", "$defs": {"x": {"type": "objekt"}}}), "objekt"),
@@ -229,6 +229,7 @@ def test_with_ignore_eos_the_text_goes_on_as_long_as_it_can() -> None:
         (Constraint.regex("(a"), "unclosed group"),
         (Constraint.regex("(?=a)b"), "look-around"),
         (Constraint.regex(r"(a)\1"), "backreferences"),
+        (Constraint.regex("a\\"), "escapes nothing"),
         (Constraint.grammar("root ::= foo"), "foo"),
         (Constraint.grammar("start: foo"), "unknown name"),
         (Constraint("choice", "x"), "choice"),

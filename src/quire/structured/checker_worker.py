@@ -3,7 +3,7 @@ take very long or overflow the stack, where nothing in the same process could st
 
 It compiles the constraint over a vocabulary of single bytes. What passes here within the limits
 passes in the main process as well, which compiles with a larger stack. This module imports
-llguidance, `core.lockdown`, `gbnf` and the standard library alone.
+llguidance, `core.lockdown`, its neighbours and the standard library alone.
 """
 
 import json
@@ -14,20 +14,20 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 from quire.core.lockdown import lock_down
 from quire.structured.gbnf import is_gbnf, lark_of
+from quire.structured.json_schemas import accepted, subschemas
 
 MEMORY_BYTES = 1 << 30  # of address space
 STACK_BYTES = 8 << 20
 HEADER = struct.Struct("<I")  # the length of the JSON that follows
 _PLACE_S = 0.5  # of processor time, to look for the subschema at fault
-_UNKNOWN_FORMAT = "Unknown format: "  # llguidance's error, before the format's name
-_VALUES = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
+_WITH_SCHEMAS = ("json_schema", "answer")
 _END = 256  # the end token, after one token for each byte
 # As llama.cpp has it: enough to indent, and bounded: a model may repeat it without end.
 _WHITESPACE = r" |\n{1,2}[ \t]{0,20}"
@@ -64,8 +64,7 @@ def grammar_of(kind: str, value: str) -> str:
         case "json_schema":
             return _from_schema(value)
         case "regex":
-            # \d means 0 to 9, not every script's digits.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(value, 'd')}/")
+            return LLMatcher.grammar_from_lark(f"start: {_regex_lark(value)}")
         case "choice":
             texts = " | ".join(json.dumps(text) for text in json.loads(value))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
@@ -75,6 +74,13 @@ def grammar_of(kind: str, value: str) -> str:
         return LLMatcher.grammar_from_lark(lark_of(value) if is_gbnf(value) else value)
     except RecursionError:
         raise ValueError("the grammar is nested too deeply") from None
+
+
+def _regex_lark(pattern: str) -> str:
+    """\\d means 0 to 9, not every script's digits."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("the pattern ends with a backslash that escapes nothing")
+    return f"/{regex_to_lark(pattern, 'd')}/"
 
 
 _TOKEN = re.compile(r"<\[[0-9]+\]>")  # in Lark: a token of the model by its id ...
@@ -151,10 +157,13 @@ def _form_lark(kind: str, value: str) -> str:
         case "json_schema" | "json_object":
             schema = json.loads(value or '{"type": "object"}')
             if isinstance(schema, dict):
-                schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+                given = schema.get("x-guidance")
+                options = given if isinstance(given, dict) else {}
+                options = {"whitespace_pattern": _WHITESPACE, **options}
+                schema = {**schema, "x-guidance": options}
             return f"%json {json.dumps(schema)}"
         case "regex":
-            return f"/{regex_to_lark(value, 'd')}/"
+            return _regex_lark(value)
         case "choice":
             return "(" + " | ".join(json.dumps(text) for text in json.loads(value)) + ")"
     raise ValueError("a grammar cannot be combined with tools: leave out one of them")
@@ -171,37 +180,51 @@ class Checker:
         )
 
     def answer(self, question: Question) -> Answer:
+        kind, value = question["kind"], question["value"]
         try:
-            grammar = grammar_of(question["kind"], question["value"])
+            grammar = grammar_of(kind, value)
+            error_text = self._error(
+                _TOKEN.sub(_ANY_BYTE, grammar) if kind == "answer" else grammar
+            )
+            if error_text is None:
+                return {"grammar": grammar}
+            other = self._other(kind, json.loads(value)) if kind in _WITH_SCHEMAS else None
         except ValueError as error:
             return {"error": str(error)}
-        checked = _TOKEN.sub(_ANY_BYTE, grammar) if question["kind"] == "answer" else grammar
-        error_text = self._error(checked)
-        if error_text is None:
-            return {"grammar": grammar}
-        if question["kind"] == "answer":
-            return self._answer_error(question, error_text)
-        if question["kind"] != "json_schema":
+        if other is None:
             return {"error": error_text}
-        schema = json.loads(question["value"])
-        if error_text.startswith(_UNKNOWN_FORMAT):
-            schema = _without_format(schema, error_text.removeprefix(_UNKNOWN_FORMAT))
-            return self.answer({**question, "value": json.dumps(schema)})
-        place = self._place(schema, error_text)
-        return {"error": error_text if place is None else f"at {place}: {error_text}"}
+        return self.answer({**question, "value": other})
 
-    def _answer_error(self, question: Question, error_text: str) -> Answer:
-        """The error with the tool whose schema has it by itself."""
-        value = json.loads(question["value"])
-        if error_text.startswith(_UNKNOWN_FORMAT):
-            value = _without_format(value, error_text.removeprefix(_UNKNOWN_FORMAT))
-            return self.answer({**question, "value": json.dumps(value)})
-        for call in (value.get("calls") or {}).get("choices", ()):
-            schema = json.dumps(call["schema"])
-            own = self.answer({**question, "kind": "json_schema", "value": schema})
-            if "error" in own:
-                return {"error": f"tool {call['name']!r:.100}: {own['error']}"}
-        return {"error": error_text}
+    def _other(self, kind: str, value: Any) -> str | None:
+        """A constraint that says the same, with schemas that are taken; None where nothing is to be
+        changed. A ValueError says which schema is wrong, and where."""
+        other = self._taken(value) if kind == "json_schema" else self._taken_answer(value)
+        return None if other == value else json.dumps(other, ensure_ascii=False)
+
+    def _taken(self, schema: Any) -> Any:
+        while (error_text := self._error(_from_schema(json.dumps(schema)))) is not None:
+            other = accepted(schema, error_text)
+            if other == schema:
+                place = self._place(schema, error_text)
+                raise ValueError(error_text if place is None else f"at {place}: {error_text}")
+            schema = other
+        return schema
+
+    def _taken_answer(self, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = dict(value)
+        if calls := value.get("calls"):
+            found["calls"] = {**calls, "choices": [self._taken_call(c) for c in calls["choices"]]}
+        text = value.get("text")
+        if text is not None and text["kind"] == "json_schema":
+            schema = self._taken(json.loads(text["value"]))
+            found["text"] = {**text, "value": json.dumps(schema, ensure_ascii=False)}
+        return found
+
+    def _taken_call(self, call: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return {**call, "schema": self._taken(call["schema"])}
+        except ValueError as error:
+            raise ValueError(f"tool {call['name']!r:.100}: {error}") from None
 
     def _error(self, grammar: str) -> str | None:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
@@ -213,10 +236,12 @@ class Checker:
 
     def _place(self, root: Any, error: str) -> str | None:
         """The innermost subschema that has the same error by itself, as a JSON pointer."""
+        if not isinstance(root, dict):
+            return None
         named = {key: root[key] for key in ("$defs", "definitions", "$schema") if key in root}
         found = None
         deadline = time.process_time() + _PLACE_S
-        for path, schema in _subschemas(root, "#"):
+        for path, schema in subschemas(root):
             if found is not None and not path.startswith(found + "/"):
                 continue
             if self._error(_from_schema(json.dumps({**named, **schema}))) == error:
@@ -224,31 +249,6 @@ class Checker:
             if time.process_time() > deadline:
                 break
         return found
-
-
-def _without_format(schema: Any, name: str) -> Any:
-    """The schema without a format that nobody knows, which says nothing (JSON Schema, 7.2.1)."""
-    if isinstance(schema, list):
-        return [_without_format(item, name) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: value if key in _VALUES else _without_format(value, name)
-        for key, value in schema.items()
-        if key != "format" or value != name
-    }
-
-
-def _subschemas(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Objects within a schema, outer ones first, definitions last."""
-    if isinstance(schema, dict):
-        yield path, schema
-        last = ("$defs", "definitions")
-        for key in sorted(schema, key=lambda key: key in last):
-            yield from _subschemas(schema[key], f"{path}/{key}")
-    elif isinstance(schema, list):
-        for index, item in enumerate(schema):
-            yield from _subschemas(item, f"{path}/{index}")
 
 
 def main() -> None:
