@@ -38,6 +38,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+CLOSED = {"type": "object", "required": ["a"], "additionalProperties": False}
 JSON_LETTERS = '{}":,[] nametgsrulfi0123456789'
 
 
@@ -241,6 +242,32 @@ def test_an_error_says_what_is_wrong_and_where(constraint: Constraint, part: str
         made.prepare(SamplingParams(structured=constraint))
     assert part in str(caught.value)
     assert caught.value.param == "structured"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "text", "reason"),
+    [
+        (Constraint.regex("a{1000000}"), "a", "lexer error: too many expressions constructed"),
+        (
+            Constraint.json({"patternProperties": {"^a$": {"const": 1}}, **CLOSED}),
+            '{"a":1, "',
+            "nothing may follow, and the text may not end",
+        ),
+    ],
+)
+def test_where_a_grammar_fails_later_the_reason_is_in_words(
+    constraint: Constraint, text: str, reason: str
+) -> None:
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
+    grammar = made(SamplingParams(structured=constraint))
+    with pytest.raises(ValueError, match=f"^{reason}$"):
+        for letter in text:
+            mask = mask_of(made, grammar)
+            if grammar.failure is not None:
+                assert not tokens_in(mask)
+                raise ValueError(grammar.failure)
+            grammar.accept(*tokenizer.encode(letter, add_special=False))
 
 
 def chain(count: int, rule: str) -> str:

@@ -179,7 +179,7 @@ def test_a_wrong_schema_is_named_without_what_it_was_put_into(
 
 
 def test_llguidances_own_settings_hold_in_calls_too(made: Grammars, tokenizer: Tokenizer) -> None:
-    schema = {"oneOf": [NUMBER, {"type": "number", "enum": [1]}]}
+    schema: dict[str, Any] = {"oneOf": [NUMBER, {"type": "number", "enum": [1]}]}
     with pytest.raises(RequestError, match="oneOf"):
         made.prepare(SamplingParams(structured=answer(schema)))
     schema = {**schema, "x-guidance": {"coerce_one_of": True}}

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 MAX_CACHED = 256
 MAX_CACHED_CHARACTERS = 4 << 20  # of constraints: compiled ones take 1 to 250 bytes for each
 _MOST_FORCED_BYTES = 1024  # longer texts become tokens in threads
+_DEAD_END = "NoExtensionBias"  # llguidance's word where no token fits
 _MISSING = (
     "structured output needs the package llguidance: pip install 'quire[structured]' where quire "
     "runs"
@@ -187,8 +188,14 @@ def _compiled(
     first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     seconds = time.thread_time() - started
     if matcher.is_error():
-        return _refusal(constraint, matcher.get_error().strip())
+        return _refusal(constraint, _reason(matcher))
     return CompiledGrammar(constraint, matcher, first_mask, seconds > SLOW_S)
+
+
+def _reason(matcher: "LLMatcher") -> str:
+    """Its error, if it has one, without what llguidance adds for its own authors."""
+    reason = matcher.get_error().partition("\n<")[0].strip()
+    return "nothing may follow, and the text may not end" if reason == _DEAD_END else reason
 
 
 def _refusal(constraint: Constraint, reason: str) -> RequestError:
@@ -294,7 +301,7 @@ class MatcherGrammar:
             return
         self._forced, self._num_came = [], 0
         if not self._matcher.consume_tokens(came):
-            raise ValueError(self._matcher.get_error() or f"token {token} does not fit")
+            raise ValueError(_reason(self._matcher) or f"token {token} does not fit")
         self.is_complete = self._matcher.is_stopped()
         if self.is_complete:
             return
@@ -322,5 +329,5 @@ class MatcherGrammar:
     def _finished(self, mask: bytes) -> bytes:
         """The mask of the matcher's own."""
         if self._matcher.is_error():
-            raise ValueError(self._matcher.get_error().strip() or self._matcher.stop_reason())
+            raise ValueError(_reason(self._matcher) or self._matcher.stop_reason())
         return self._ends.apply(mask)
