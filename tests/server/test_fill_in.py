@@ -100,6 +100,8 @@ def test_marks_in_the_texts_are_letters(coder: RunningServer) -> None:
         ({"add_special_tokens": False}, "add_special_tokens"),
         ({"suffix": 5}, "suffix"),
         ({"suffix": "x" * 4000}, "prompt"),
+        ({"suffix": "x\ud800"}, "suffix"),
+        ({"prompt": "x\ud800"}, "prompt"),
     ],
 )
 def test_what_cannot_go_with_a_suffix_is_refused_by_name(
@@ -108,6 +110,14 @@ def test_what_cannot_go_with_a_suffix_is_refused_by_name(
     answer = coder.post("/v1/completions", {"prompt": PROMPT, "suffix": SUFFIX, **fields})
     assert answer.status == 400
     assert answer.error["param"] == param
+    is_too_long = len(str(fields)) > 4000
+    assert (answer.error["code"] == "context_length_exceeded") is is_too_long
+
+
+def test_llama_cpps_path_says_what_to_use(coder: RunningServer) -> None:
+    answer = coder.post("/infill", {"input_prefix": PROMPT, "input_suffix": SUFFIX})
+    assert answer.status == 404
+    assert "/v1/completions with prompt and suffix" in answer.error["message"]
 
 
 def test_a_model_without_marks_refuses_the_suffix(tiny: RunningServer) -> None:

@@ -100,7 +100,9 @@ class PromptReader:
                 "leave suffix out, or take a code model that was trained for it"
             )
             raise RequestError(message, param="suffix")
-        with self._within_context("prompt", before):
+        texts = {"prompt": before, "suffix": after}
+        param = next((name for name in texts if _first_half(texts[name]) is not None), "prompt")
+        with self._within_context(param, texts[param]):
             tokens = tokenizer.encode_fill_in(before, after, limit=self._max_context)
         return Prepared(tokens, before, ends=tokenizer.fill_in.ends)
 
