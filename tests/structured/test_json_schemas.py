@@ -55,7 +55,7 @@ class Paints(BaseModel):
 
 TAKEN: dict[str, Any] = {
     "names of any text": {**RECORD, "propertyNames": {"type": "string", "description": "x"}},
-    "names of a list": {**RECORD, "propertyNames": {"enum": ["a", "b"]}, "required": ["b"]},
+    "names of a list": {**RECORD, "propertyNames": {"enum": ["a", 2, "b"]}, "required": ["b"]},
     "names of a pattern": {
         **RECORD,
         "propertyNames": {"type": "string", "pattern": "^[a-c]{1,2}$"},

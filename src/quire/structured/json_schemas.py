@@ -98,8 +98,8 @@ def _named_otherwise(schema: dict[str, Any], names: Any) -> Any:
     value = own.get("additionalProperties", True)
     own["additionalProperties"] = False
     match names:
-        case {"enum": [*texts]} if len(names) == 1 and all(isinstance(t, str) for t in texts):
-            return {**own, "properties": dict.fromkeys(texts, value)}
+        case {"enum": [*texts]} if len(names) == 1:
+            return {**own, "properties": {t: value for t in texts if isinstance(t, str)}}
         case {"pattern": str(pattern)} if len(names) == 1:
             return {**own, "patternProperties": {pattern: value}}
         case _ if names.keys() <= {"minLength", "maxLength"}:
