@@ -176,6 +176,18 @@ def test_a_model_without_end_tokens_ends_where_nothing_may_follow() -> None:
     assert tokenizer.decode(found.tokens) == "abc"
 
 
+def test_tokens_of_a_grammar_are_the_models() -> None:
+    """Its process checks grammars over the tokens of bytes alone."""
+    tokenizer = smollm2()
+    made = grammars_of(tokenizer)
+    for tokens, allowed in (("700", [700]), ("9,700-702", [9, 700, 701, 702])):
+        grammar = made(SamplingParams(structured=Constraint.grammar(f"start: <[{tokens}]> /a+/")))
+        assert tokens_in(mask_of(made, grammar)) == allowed
+    outside = tokenizer.vocabulary_size
+    with pytest.raises(RequestError, match=f"{outside}"):
+        made(SamplingParams(structured=Constraint.grammar(f"start: <[{outside}]>")))
+
+
 # ---- the end
 
 

@@ -83,7 +83,7 @@ def _regex_lark(pattern: str) -> str:
     return f"/{regex_to_lark(pattern, 'd')}/"
 
 
-_TOKEN = re.compile(r"<\[[0-9]+\]>")  # in Lark: a token of the model by its id ...
+_TOKEN = re.compile(r"<\[\^?[0-9,-]+\]>")  # in Lark: tokens of the model by their ids ...
 _ANY_BYTE = "<[0]>"  # ... of which the checker's vocabulary has few
 
 
@@ -183,9 +183,8 @@ class Checker:
         kind, value = question["kind"], question["value"]
         try:
             grammar = grammar_of(kind, value)
-            error_text = self._error(
-                _TOKEN.sub(_ANY_BYTE, grammar) if kind == "answer" else grammar
-            )
+            has_tokens = kind in ("grammar", "answer")
+            error_text = self._error(_TOKEN.sub(_ANY_BYTE, grammar) if has_tokens else grammar)
             if error_text is None:
                 return {"grammar": grammar}
             other = self._other(kind, json.loads(value)) if kind in _WITH_SCHEMAS else None
