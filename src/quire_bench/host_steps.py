@@ -89,7 +89,7 @@ class HostSteps:
         chosen = {**KINDS[kind].params, "max_tokens": self._num_steps + 64, "ignore_eos": True}
         for row in range(self._num_rows):
             params = SamplingParams.from_mapping(chosen)
-            self._grammars.prepare(params)
+            _prepared = self._grammars.prepare(params)  # until the engine has the request
             self._use_pool()
             engine.add_request([row % 100 + 5] * 8, params, stream=True)
         while engine.stats.num_steps < _WARM_STEPS or engine.snapshot().num_waiting:

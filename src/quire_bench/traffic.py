@@ -164,9 +164,9 @@ def measure_traffic(
         on_row(row.name)
         params = row.params
         if not isinstance(params, SamplingParams):
-            assembly = prepared(assembly, params)
+            assembly = with_words(assembly)
         each = range(seed + 1, seed + 1 + repeats)
-        runs[row] = [run_load(assembly, row.load, own, params) for own in each]
+        runs[row] = [_run(assembly, row.load, own, params) for own in each]
     greedy = {row.load: _rate(runs[row]) for row in rows if row.part == "greedy"}
     return Traffic(
         {row.name: _figures(row, runs[row], greedy.get(row.load)) for row in rows},
@@ -174,15 +174,24 @@ def measure_traffic(
     )
 
 
-def prepared(assembly: Assembly, params: Sequence[SamplingParams]) -> Assembly:
-    """With their grammars compiled; a model without a tokenizer gets words for its tokens."""
+def with_words(assembly: Assembly) -> Assembly:
+    """A model without a tokenizer gets words for its tokens."""
     size = assembly.spec.vocabulary_size
     if assembly.tokenizer is None and assembly.end_token_ids == ():
         words: Any = WordTokenizer(size)
         assembly = replace(assembly, grammars=Grammars(words, size, ()))
-    for own in params:
-        assembly.grammars.prepare(own)
     return assembly
+
+
+def _run(
+    assembly: Assembly, load: Load, seed: int, params: SamplingParams | Sequence[SamplingParams]
+) -> Run:
+    """Grammars are there before the clock starts: a server makes them on other threads."""
+    constrained = () if isinstance(params, SamplingParams) else params
+    prepared = [assembly.grammars.prepare(own) for own in constrained]
+    run = run_load(assembly, load, seed, params)
+    del prepared
+    return run
 
 
 def _rate(runs: Sequence[Run]) -> float:

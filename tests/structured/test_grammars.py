@@ -24,7 +24,8 @@ from tests.tokenizer.vocabularies import (
 
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams
-from quire.structured import CompiledGrammar, Grammars, grammars
+from quire.structured import Grammars, grammars
+from quire.structured.grammars import CompiledGrammar
 from quire.structured.vocabulary import Vocabulary
 from quire.tokenizer import Tokenizer
 
@@ -360,10 +361,10 @@ def test_the_cache_is_bounded_and_keeps_what_is_in_use(monkeypatch: pytest.Monke
     for other in params[1:]:
         made.prepare(other)
     gc.collect()
-    assert made.prepare(params[0]) is kept
+    assert kept is not None and made.check(params[0]) is kept.compiled
     assert len(made._recent) <= 2
     assert len(made._in_use) <= 3
-    dropped = made.prepare(params[1])
+    dropped = made.check(params[1])
     assert dropped is not None and dropped.constraint == params[1].structured
 
 
@@ -376,6 +377,60 @@ def test_the_cache_holds_so_much_text_at_most(monkeypatch: pytest.MonkeyPatch) -
         made.prepare(SamplingParams(structured=Constraint.regex(text)))
         recent.append([constraint.value for constraint in made._recent])
     assert recent == [texts[:1], texts[:2], texts[1:3], texts[3:4], texts[4:]]
+
+
+WORDS = {"type": "string", "maxLength": 500, "pattern": r"^(?:\S+\s+){0,99}\S+$"}  # many states
+MANY_WORDS = json.dumps(" ".join(["word"] * 60)).encode()
+
+
+def given_again(grammar: grammars.MatcherGrammar, tokenizer: Tokenizer) -> None:
+    for token in tokenizer.encode(MANY_WORDS.decode()):
+        grammar.accept(token)
+
+
+def test_a_text_that_overruns_the_limits_ends_no_other() -> None:
+    tokenizer = smollm2()
+    made = grammars_of(tokenizer)
+    params = SamplingParams(structured=Constraint.json(WORDS))
+    kept = made.prepare(params)
+    tokens = tokenizer.encode(MANY_WORDS.decode())
+    first, other = made(params), made(params)
+    assert not first._matcher.consume_tokens(tokens)
+    for grammar in (other, made(params)):
+        given_again(grammar, tokenizer)
+        assert grammar._matcher.is_accepting()
+    assert kept is not None and not kept.matchers
+
+
+def test_tokens_that_are_given_again_overrun_no_limit() -> None:
+    """After a crash: no step asks for a mask between them."""
+    tokenizer = smollm2()
+    made = grammars_of(tokenizer)
+    grammar = made(SamplingParams(structured=Constraint.json(WORDS)))
+    given_again(grammar, tokenizer)
+    assert grammar._matcher.is_accepting()
+
+
+def test_matchers_are_made_where_the_grammar_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = grammars_of(byte_level())
+    params = SamplingParams(structured=Constraint.regex("a+"), n=3)
+    counted = []
+
+    def some_of(self: CompiledGrammar, count: int) -> list[Any]:
+        counted.append(count)
+        return make_some(self, count)
+
+    make_some = CompiledGrammar._some_of
+    monkeypatch.setattr(CompiledGrammar, "_some_of", some_of)
+    kept = made.prepare(params)
+    matchers = [made(params)._matcher for _ in range(3)]
+    assert counted == [3]
+    made.prepare(params)  # and nobody keeps what it made
+    gc.collect()
+    matchers.append(made(params)._matcher)
+    assert counted == [3, 3, 1]
+    assert len({id(matcher) for matcher in matchers}) == 4
+    assert kept is not None and not kept.matchers
 
 
 def test_many_threads_may_compile_at_once() -> None:

@@ -43,7 +43,7 @@ from quire.llm.prompts import (
 from quire.llm.reranking import Reranker
 from quire.model.loading import FileForm
 from quire.model.spec import tensor_shapes
-from quire.structured import CompiledGrammar
+from quire.structured import PreparedGrammar
 from quire.tokenizer import Tokenizer
 
 _LONG_TEXT = 16_384  # characters; tokenising more would block the event loop
@@ -225,7 +225,7 @@ class OnlineModel:
             prepared = await self._with_grammar(prepared, params)
         return await self._engine.submit(prepared.tokens, params, stream=stream, **options)
 
-    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    def prepare_grammar(self, params: SamplingParams) -> PreparedGrammar | None:
         """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
         for some: not for the event loop."""
         raise NotImplementedError
@@ -480,7 +480,7 @@ class AsyncLLM(OnlineModel):
         self._rows = ForwardRows(engine)
         self.prompts = PromptReader(self.tokenizer, self.max_context)
 
-    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    def prepare_grammar(self, params: SamplingParams) -> PreparedGrammar | None:
         """What `structured` asks for, compiled; for a Prepared that is submitted later. Takes long
         for some: not for the event loop."""
         return self._text.grammars.prepare(params)

@@ -22,7 +22,7 @@ from quire.llm.chats import (
     Message,
     ReasoningSettings,
 )
-from quire.structured import CompiledGrammar
+from quire.structured import PreparedGrammar
 from quire.tokenizer import ChatTemplate, Tokenizer
 
 # A mapping: {"prompt"}, {"prompt", "suffix"} (what stands between them is asked for) or
@@ -39,7 +39,7 @@ class Prepared(NamedTuple):
 
     tokens: Sequence[int]
     text: str | None = None
-    grammar: CompiledGrammar | None = None  # kept for the engine, which looks for it in the cache
+    grammar: PreparedGrammar | None = None  # kept for the engine, which looks for it in the cache
     turn: ChatTurn | None = None  # of a conversation: how the answer is read
     ends: tuple[int, ...] = ()  # tokens that end the completion beside the model's own
 

@@ -41,7 +41,7 @@ from quire.llm.prompts import Prepared, PromptReader
 from quire.ray.prefixes import prefix_hashes
 from quire.ray.replica import shifted
 from quire.ray.reports import HEARTBEAT_S, ReplicaReports
-from quire.structured import CompiledGrammar, Grammars
+from quire.structured import Grammars, PreparedGrammar
 from quire.worker import messages as wire
 from quire.worker.records import Record, new_record
 
@@ -428,9 +428,9 @@ class ClusterLLM(OnlineModel):
         """Times that a replica was lost with a request."""
         return self._engine.num_lost
 
-    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    def prepare_grammar(self, params: SamplingParams) -> PreparedGrammar | None:
         """Checked here, and compiled by the replica that runs the request."""
-        self._grammars.prepare(params)
+        self._grammars.check(params)
         return None
 
     async def _with_grammar(self, prepared: Prepared, params: SamplingParams) -> Prepared:  # noqa: ARG002

@@ -1,6 +1,6 @@
 """Structured output: completions held to a JSON schema, a pattern, a choice or a grammar, by masks
 that llguidance computes."""
 
-from quire.structured.grammars import CompiledGrammar, Grammars
+from quire.structured.grammars import Grammars, PreparedGrammar
 
-__all__ = ["CompiledGrammar", "Grammars"]
+__all__ = ["Grammars", "PreparedGrammar"]

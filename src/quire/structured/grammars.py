@@ -1,16 +1,16 @@
 """Grammars: constraints compiled for a model's vocabulary, cached by content; and MatcherGrammar,
 which holds one completion to a constraint.
 
-A compiled grammar is never advanced: each completion has a copy, so that its masks, and the limits
-that they count towards, are a function of the constraint and of its own tokens.
+Each completion has a matcher made for it alone: copies of one share its lexer, so that a text that
+overruns llguidance's limits would end the texts of all. Its masks, and what they count towards these
+limits, are a function of the constraint and of its own tokens.
 """
 
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -42,18 +42,66 @@ _MISSING = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class CompiledGrammar:
     """A constraint ready for completions; whoever has it keeps it in the cache."""
 
-    constraint: Constraint
-    matcher: "LLMatcher"  # copied, never advanced
-    first_mask: bytes
-    is_slow: bool  # the first mask took long
+    def __init__(
+        self,
+        constraint: Constraint,
+        make_matcher: "Callable[[], LLMatcher]",
+        matcher: "LLMatcher",
+        first_mask: bytes,
+        *,
+        is_slow: bool,
+    ) -> None:
+        self.constraint = constraint
+        self.first_mask = first_mask
+        self.is_slow = is_slow  # the first mask took long
+        self._make_matcher = make_matcher
+        self._lock = threading.Lock()
+        self._spare = [matcher]  # the one that it was compiled with, until it is taken
+        self._prepared: weakref.WeakSet[PreparedGrammar] = weakref.WeakSet()
+
+    def prepare(self, count: int) -> "PreparedGrammar":
+        """Matchers for so many completions, made here and not when the engine wants them."""
+        prepared = PreparedGrammar(self, self._some_of(count))
+        with self._lock:
+            self._prepared.add(prepared)
+        return prepared
+
+    def take_matcher(self) -> "LLMatcher":
+        """For one completion: a prepared one if there is any."""
+        with self._lock:
+            for prepared in self._prepared:
+                if prepared.matchers:
+                    return prepared.matchers.pop()
+        return self._some_of(1)[0]
+
+    def _some_of(self, count: int) -> "list[LLMatcher]":
+        with self._lock:
+            found = self._spare[:count]
+            del self._spare[:count]
+
+        def make() -> None:
+            found.extend(self._make_matcher() for _ in range(count - len(found)))
+
+        if len(found) < count:
+            on_large_stack(make, name="quire-matchers").join()
+        if len(found) < count:
+            raise MemoryError(f"{self.constraint.kind}: a matcher could not be made")
+        return found
+
+
+class PreparedGrammar:
+    """Matchers for a request's completions, there as long as somebody has this."""
+
+    def __init__(self, compiled: CompiledGrammar, matchers: "list[LLMatcher]") -> None:
+        self.compiled = compiled
+        self.matchers = matchers
 
 
 class Grammars:
-    """Makes grammars for the engine. prepare() may be called from any thread."""
+    """Makes grammars for the engine. check() and prepare() may be called from any thread."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocabulary_size: int, end_token_ids: Sequence[int]
@@ -71,12 +119,18 @@ class Grammars:
         self._in_use = weakref.WeakValueDictionary()
         self._banned = lru_cache(MAX_CACHED)(lambda words: banned_after(words, tokenizer))
 
-    def prepare(self, params: SamplingParams) -> CompiledGrammar | None:
-        """Compile the constraint, or find it compiled; keep the result until the engine has the
-        request. A RequestError says what is wrong with the constraint."""
+    def check(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Compile the constraint, or find it compiled. A RequestError says what is wrong with
+        it."""
         if params.bad_words:
             self._banned(params.bad_words)
         return None if params.structured is None else self._compiled(params.structured)
+
+    def prepare(self, params: SamplingParams) -> PreparedGrammar | None:
+        """check(), and all that the engine's thread would have to make; keep the result until the
+        engine has the request."""
+        compiled = self.check(params)
+        return None if compiled is None else compiled.prepare(params.n)
 
     def for_completion(self, params: SamplingParams) -> Masks:
         """All that masks one completion's tokens; on the engine's thread."""
@@ -94,10 +148,8 @@ class Grammars:
         """A grammar for one completion; on the engine's thread."""
         assert params.structured is not None
         compiled = self._compiled(params.structured)
-        with self._lock:
-            matcher = compiled.matcher.deep_copy()
         ends = EndBits(self._end_token_ids, params)
-        return MatcherGrammar(compiled, matcher, ends, self._threads)
+        return MatcherGrammar(compiled, compiled.take_matcher(), ends, self._threads)
 
     def _after_thinking(self, thinking: Thinking, grammar: Masks | None) -> ThinkingMasks:
         assert self._tokenizer is not None
@@ -183,13 +235,21 @@ def _compiled(
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(verbose_errors=False)
+
+    def make_matcher() -> LLMatcher:
+        """All begin with the same mask, so that all have the same left of the limits."""
+        matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()
+        return matcher
+
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     started = time.thread_time()
     first_mask = b"" if matcher.is_error() else matcher.compute_bitmask()
     seconds = time.thread_time() - started
     if matcher.is_error():
         return _refusal(constraint, _reason(matcher))
-    return CompiledGrammar(constraint, matcher, first_mask, seconds > SLOW_S)
+    is_slow = seconds > SLOW_S
+    return CompiledGrammar(constraint, make_matcher, matcher, first_mask, is_slow=is_slow)
 
 
 def _reason(matcher: "LLMatcher") -> str:
@@ -294,6 +354,9 @@ class MatcherGrammar:
             seconds = self._mask.seconds
             self._is_slow = seconds is not None and seconds > SLOW_S
             self._is_shared = seconds is not None  # else find out whether it is the slow one
+        elif self._first is None and not self._forced:
+            # A token that is given again. Limits count from mask to mask.
+            self._matcher.compute_bitmask()
         self._first = self._mask = self._forced_mask = None
         came = [*self._forced[: self._num_came], token]
         if len(came) < len(self._forced) and token == self._forced[self._num_came]:

@@ -27,7 +27,7 @@ from quire.engine.aio import EngineThread
 from quire.engine.stats import Health
 from quire.llm.assembly import Assembly, EngineFacts, assemble_examined
 from quire.llm.devices import Options
-from quire.structured import CompiledGrammar
+from quire.structured import PreparedGrammar
 from quire.worker import messages as wire
 from quire.worker.channel import Channel
 
@@ -178,7 +178,7 @@ class WorkerEngine(EngineThread):
 
     def _prepare(self, command: wire.Prepare, channel: Channel) -> None:
         try:
-            self._assembly.grammars.prepare(command.params)
+            self._assembly.grammars.check(command.params)
         except BaseException as error:
             _send(channel, wire.Answer(command.call, wire.WireError.of(error)))
         else:
@@ -206,7 +206,7 @@ class WorkerEngine(EngineThread):
             self._add(command, channel)
 
     def _add_prepared(
-        self, command: wire.Submit, channel: Channel, _kept: CompiledGrammar | None
+        self, command: wire.Submit, channel: Channel, _kept: PreparedGrammar | None
     ) -> None:
         self._add(command, channel)
         self._prepared(command.request_id, channel)

@@ -13,7 +13,7 @@ from quire.llm.assembly import EngineFacts, ModelText, read_text
 from quire.llm.devices import Options
 from quire.llm.online import OnlineModel
 from quire.llm.prompts import Prepared, PromptReader
-from quire.structured import CompiledGrammar
+from quire.structured import PreparedGrammar
 from quire.worker.launch import COMMAND, Launcher, ModelLauncher
 from quire.worker.remote import HANG_S, MAX_DEATHS, MAX_IDLE_DEATHS, RemoteEngine
 from quire.worker.turns import Others
@@ -176,7 +176,7 @@ class RemoteLLM(OnlineModel):
         """Start the worker again after suspend()."""
         await self._engine.revive()
 
-    def prepare_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    def prepare_grammar(self, params: SamplingParams) -> PreparedGrammar | None:
         """Compiled by the worker, which keeps it; on any thread but the event loop's."""
         loop = self._engine._loop
         asyncio.run_coroutine_threadsafe(self._engine.prepare(params), loop).result()

@@ -45,7 +45,7 @@ from quire.model.kv_layout import grouped, one_group
 from quire.model.loading import load_model
 from quire_bench.measure import Load, run_load
 from quire_bench.row_kinds import own_schema
-from quire_bench.traffic import prepared
+from quire_bench.traffic import with_words
 
 BLOCK_FORMATS = (
     *("Q4_K_M", "Q6_K", "Q5_K_M", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K_M"),
@@ -294,7 +294,7 @@ def check_constrained(name: str) -> bool:
         )
         for place in range(24)
     ]
-    assembly = prepared(assembly, params)
+    assembly = with_words(assembly)
     asked = list(enumerate(zip(prompts(24, assembly.spec.vocabulary_size), params, strict=True)))
     expected = _constrained(assembly, asked)
     is_sound = len(expected) == len(asked)
