@@ -69,6 +69,10 @@ def test_a_grammar_takes_its_texts(grammar: str, taken: list[str], refused: list
     assert [takes(grammar, text) for text in refused] == [False] * len(refused)
 
 
+def test_lark_may_have_texts_like_rules() -> None:
+    assert takes('start: "a ::= " /[bc]/\n', "a ::= c")
+
+
 @pytest.mark.parametrize(
     ("grammar", "part"),
     [

@@ -30,7 +30,7 @@ _CHARACTER = re.compile(
     re.DOTALL,
 )
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '"\\[]^-/'}
-_RULE = re.compile(r"[\w-]+\s*::=")
+_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _ANY = "/(?s:.)/"
 
 
