@@ -30,7 +30,7 @@ _CHARACTER = re.compile(
     re.DOTALL,
 )
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '"\\[]^-/'}
-_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _ANY = "/(?s:.)/"
 
 
@@ -195,13 +195,13 @@ class _Parser:
     def _set(self, text: str, at: int) -> str:
         """In Rust's syntax, in which letters and digits alone are never special."""
         inverted = text.startswith("^")
-        rest = self._characters(text[inverted:], at + inverted)
+        rest = self._characters(text[inverted:], at + inverted)[::-1]
         ranges = []
         while rest:
-            first = last = rest.pop(0)[0]
-            if len(rest) > 1 and rest[0] == ("-", False):
-                last = rest[1][0]
-                del rest[:2]
+            first = last = rest.pop()[0]
+            if len(rest) > 1 and rest[-1] == ("-", False):
+                last = rest[-2][0]
+                del rest[-2:]
             if last < first:
                 raise self._wrong(at, f"{last!r} is before {first!r}")
             ranges.append(f"\\x{{{ord(first):x}}}-\\x{{{ord(last):x}}}")
