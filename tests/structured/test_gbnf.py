@@ -86,6 +86,7 @@ def test_lark_may_have_texts_like_rules() -> None:
         ("root ::= *", "at '*'"),
         ('root ::= "a"{3,1}', "at '{3,1}': this is no number of times"),
         ('root ::= "a"{,}', "no number of times"),
+        ('root ::= "a"{1,2,3}', "no number of times"),
         (r'root ::= "\d"', "at '\\\\d\"': this is no character"),
         (r'root ::= "a\ud800"', "no character"),
         ("root ::= [z-a]", "'a' is before 'z'"),

@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     |(?P<name>[\w-]+)
     |(?P<text>"(?:[^"\\]|\\.)*")
     |(?P<set>\[(?:[^\]\\]|\\.)*\])
-    |(?P<times>[*+?]|\{[ \t]*[0-9]*[ \t]*(?:,[ \t]*[0-9]*[ \t]*)?\})
+    |(?P<times>[*+?]|\{[0-9, \t]*\})
     |(?P<mark>[|().])""",
     re.DOTALL | re.VERBOSE,
 )
@@ -142,9 +142,10 @@ class _Parser:
     def _sequence(self) -> Pieces:
         found: Pieces = []
         while (element := self._element()) is not None:
+            times: Pieces = []
             while self._token.kind == "times":  # Lark takes no two in a row
-                element = ["(", *element, ")", self._times()]
-            found += element
+                times += [")", self._times()]
+            found += ["("] * (len(times) // 2) + element + times
         return found or ['""']
 
     def _element(self) -> Pieces | None:
@@ -175,7 +176,8 @@ class _Parser:
             return text
         first, comma, last = [part.strip() for part in text[1:-1].partition(",")]
         most = last if comma else first
-        if not (first or most) or int(most or first) < int(first or 0):
+        is_wrong = not re.fullmatch("[0-9]*,[0-9]*", f"{first},{most}") or not (first or most)
+        if is_wrong or int(most or first) < int(first or 0):
             raise self._wrong(at, "this is no number of times")
         return f"{{{first or 0},{most}}}"
 
