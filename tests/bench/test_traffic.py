@@ -114,7 +114,7 @@ def test_constrained_rows_have_a_schema_each_and_a_vocabulary_where_the_model_ha
     assert main(words) == 0
     [path] = tmp_path.iterdir()
     results = json.loads(path.read_text())["results"]
-    assert 0 < results["constrained 16 x (6 + 12)"]["of_greedy"] < 2
+    assert results["constrained 16 x (6 + 12)"]["of_greedy"] > 0
 
 
 def test_no_runs_at_all_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
