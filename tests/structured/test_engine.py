@@ -44,7 +44,7 @@ class PlainMasks:
     def __init__(self, made: Grammars, params: SamplingParams) -> None:
         assert params.structured is not None
         compiled = made._compiled(params.structured)
-        self._matcher = compiled.take_matcher()
+        self._matcher = compiled.made_matcher()
         self._has_begun = False
         self._ends = EndBits(ENDS, params)
         self._known: list[int] = []

@@ -22,10 +22,10 @@ from tests.tokenizer.vocabularies import (
     to_letters,
 )
 
-from quire.core.errors import RequestError
+from quire.core.errors import OverloadedError, RequestError
 from quire.core.sampling import Constraint, SamplingParams
-from quire.structured import Grammars, grammars
-from quire.structured.grammars import CompiledGrammar
+from quire.structured import Grammars, compiled, grammars
+from quire.structured.compiled import CompiledGrammar
 from quire.structured.vocabulary import Vocabulary
 from quire.tokenizer import Tokenizer
 
@@ -412,7 +412,8 @@ def test_tokens_that_are_given_again_overrun_no_limit() -> None:
 
 
 def test_matchers_are_made_where_the_grammar_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = grammars_of(byte_level())
+    tokenizer = byte_level()
+    made = grammars_of(tokenizer)
     params = SamplingParams(structured=Constraint.regex("a+"), n=3)
     counted = []
 
@@ -423,14 +424,37 @@ def test_matchers_are_made_where_the_grammar_is_prepared(monkeypatch: pytest.Mon
     make_some = CompiledGrammar._some_of
     monkeypatch.setattr(CompiledGrammar, "_some_of", some_of)
     kept = made.prepare(params)
-    matchers = [made(params)._matcher for _ in range(3)]
-    assert counted == [3]
+    found = [made(params) for _ in range(3)]
+    assert counted == [3] and kept is not None and not kept.matchers
     made.prepare(params)  # and nobody keeps what it made
     gc.collect()
-    matchers.append(made(params)._matcher)
+    found.append(made(params))
+    assert counted == [3, 3]  # what waits needs none yet
+    found[3].accept(tokenizer.encode("a")[0])
     assert counted == [3, 3, 1]
-    assert len({id(matcher) for matcher in matchers}) == 4
-    assert kept is not None and not kept.matchers
+    assert len({id(grammar._matcher) for grammar in found}) == 4
+
+
+def test_large_constraints_are_refused_while_many_are_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled, "MAX_MATCHER_CHARACTERS", 100)
+    made = grammars_of(byte_level())
+    params = SamplingParams(structured=Constraint.regex("a" * 40), n=2)
+    prepared = made.prepare(params)
+    running = made(params)
+    with pytest.raises(OverloadedError, match="too many large constraints"):
+        made.prepare(params)
+    del prepared
+    gc.collect()
+    with pytest.raises(OverloadedError):  # one still runs
+        made.prepare(params)
+    del running
+    gc.collect()
+    assert made.prepare(params) is not None
+    with pytest.raises(RequestError, match="for n = 3 completions 120; the limit is 100") as error:
+        made.prepare(SamplingParams(structured=params.structured, n=3))
+    assert error.value.param == "n"
 
 
 def test_many_threads_may_compile_at_once() -> None:

@@ -313,7 +313,7 @@ def test_what_must_come_is_asked_once_and_masked_as_llguidance_does(
     tokenizer = built(byte_level_metadata([("n", "a"), ("i", "s")], "gpt-2"))
     made = grammars_of(tokenizer)
     grammar = made(SamplingParams(structured=Constraint("json_schema", SCHEMA)))
-    plain = grammar._compiled.take_matcher()
+    plain = grammar._compiled.made_matcher()
     num_forced = 0
     text = b""
     while not grammar.is_complete:

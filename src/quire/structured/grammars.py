@@ -2,21 +2,22 @@
 which holds one completion to a constraint.
 
 Each completion has a matcher made for it alone: copies of one share its lexer, so that a text that
-overruns llguidance's limits would end the texts of all. Its masks, and what they count towards these
-limits, are a function of the constraint and of its own tokens.
+overruns llguidance's limits would end the texts of all. Its masks, and what they count towards
+these limits, are a function of the constraint and of its own tokens.
 """
 
 import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams, Thinking
+from quire.structured.compiled import CompiledGrammar, MatcherBudget, PreparedGrammar
 from quire.structured.filters import Masks, TokenFilter, banned_after, bits_of
 from quire.structured.masks import (
     NUM_POOL_THREADS,
@@ -42,64 +43,6 @@ _MISSING = (
 )
 
 
-class CompiledGrammar:
-    """A constraint ready for completions; whoever has it keeps it in the cache."""
-
-    def __init__(
-        self,
-        constraint: Constraint,
-        make_matcher: "Callable[[], LLMatcher]",
-        matcher: "LLMatcher",
-        first_mask: bytes,
-        *,
-        is_slow: bool,
-    ) -> None:
-        self.constraint = constraint
-        self.first_mask = first_mask
-        self.is_slow = is_slow  # the first mask took long
-        self._make_matcher = make_matcher
-        self._lock = threading.Lock()
-        self._spare = [matcher]  # the one that it was compiled with, until it is taken
-        self._prepared: weakref.WeakSet[PreparedGrammar] = weakref.WeakSet()
-
-    def prepare(self, count: int) -> "PreparedGrammar":
-        """Matchers for so many completions, made here and not when the engine wants them."""
-        prepared = PreparedGrammar(self, self._some_of(count))
-        with self._lock:
-            self._prepared.add(prepared)
-        return prepared
-
-    def take_matcher(self) -> "LLMatcher":
-        """For one completion: a prepared one if there is any."""
-        with self._lock:
-            for prepared in self._prepared:
-                if prepared.matchers:
-                    return prepared.matchers.pop()
-        return self._some_of(1)[0]
-
-    def _some_of(self, count: int) -> "list[LLMatcher]":
-        with self._lock:
-            found = self._spare[:count]
-            del self._spare[:count]
-
-        def make() -> None:
-            found.extend(self._make_matcher() for _ in range(count - len(found)))
-
-        if len(found) < count:
-            on_large_stack(make, name="quire-matchers").join()
-        if len(found) < count:
-            raise MemoryError(f"{self.constraint.kind}: a matcher could not be made")
-        return found
-
-
-class PreparedGrammar:
-    """Matchers for a request's completions, there as long as somebody has this."""
-
-    def __init__(self, compiled: CompiledGrammar, matchers: "list[LLMatcher]") -> None:
-        self.compiled = compiled
-        self.matchers = matchers
-
-
 class Grammars:
     """Makes grammars for the engine. check() and prepare() may be called from any thread."""
 
@@ -115,6 +58,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._recent: OrderedDict[Constraint, CompiledGrammar | RequestError] = OrderedDict()
         self._num_characters = 0  # of these
+        self._budget = MatcherBudget()
         self._in_use: weakref.WeakValueDictionary[Constraint, CompiledGrammar]
         self._in_use = weakref.WeakValueDictionary()
         self._banned = lru_cache(MAX_CACHED)(lambda words: banned_after(words, tokenizer))
@@ -130,7 +74,7 @@ class Grammars:
         """check(), and all that the engine's thread would have to make; keep the result until the
         engine has the request."""
         compiled = self.check(params)
-        return None if compiled is None else compiled.prepare(params.n)
+        return None if compiled is None else compiled.prepare(params.n, self._budget)
 
     def for_completion(self, params: SamplingParams) -> Masks:
         """All that masks one completion's tokens; on the engine's thread."""
@@ -149,7 +93,7 @@ class Grammars:
         assert params.structured is not None
         compiled = self._compiled(params.structured)
         ends = EndBits(self._end_token_ids, params)
-        return MatcherGrammar(compiled, compiled.take_matcher(), ends, self._threads)
+        return MatcherGrammar(compiled, ends, self._threads, self._budget)
 
     def _after_thinking(self, thinking: Thinking, grammar: Masks | None) -> ThinkingMasks:
         assert self._tokenizer is not None
@@ -305,10 +249,12 @@ class MatcherGrammar:
     """
 
     def __init__(
-        self, compiled: CompiledGrammar, matcher: "LLMatcher", ends: EndBits, threads: MaskThreads
+        self, compiled: CompiledGrammar, ends: EndBits, threads: MaskThreads, budget: MatcherBudget
     ) -> None:
         self._compiled = compiled  # kept for siblings to come
-        self._matcher = matcher
+        self._budget = budget
+        if (matcher := compiled.take_prepared()) is not None:
+            self._take(matcher)
         self._ends = ends
         self._threads = threads
         self._is_slow = compiled.is_slow
@@ -320,6 +266,16 @@ class MatcherGrammar:
         self._num_came = 0
         self._forced_mask: bytes | Mask | None = None  # of the next
         self.is_complete = False
+
+    @cached_property
+    def _matcher(self) -> "LLMatcher":
+        """Where none was prepared, made for the first token: a completion that waits needs none."""
+        return self._take(self._compiled.made_matcher())
+
+    def _take(self, matcher: "LLMatcher") -> "LLMatcher":
+        self._budget.hold(self, len(self._compiled.constraint.value))
+        self._matcher = matcher
+        return matcher
 
     def allowed(self) -> bytes | Mask:
         if self._first is not None:
