@@ -151,8 +151,11 @@ def test_what_cannot_be_followed_is_a_400_that_says_where(
     assert part in reply.error["message"]
 
 
-def test_a_text_format_beside_a_constraint_asks_for_nothing(tiny: RunningServer) -> None:
-    fields = {"response_format": {"type": "text"}, "guided_choice": COLOURS}
+@pytest.mark.parametrize("nothing", [{"response_format": {"type": "text"}}, {"grammar": ""}])
+def test_what_asks_for_any_text_beside_a_constraint_asks_for_nothing(
+    tiny: RunningServer, nothing: dict[str, Any]
+) -> None:
+    fields = {**nothing, "guided_choice": COLOURS}
     reply = tiny.post("/v1/completions", {"prompt": "a", "max_tokens": 9, **fields})
     assert reply.json["choices"][0]["text"] in COLOURS
 

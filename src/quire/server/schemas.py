@@ -302,7 +302,9 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
     guided_grammar: str | None = Field(
         default=None, description="vLLM's older name of structured_outputs.grammar"
     )
-    grammar: str | None = Field(default=None, description="llama.cpp's, in its GBNF or in Lark")
+    grammar: str | None = Field(
+        default=None, description="llama.cpp's, in its GBNF or in Lark; empty: any text"
+    )
     json_schema: dict[str, Any] | None = Field(
         default=None, description="llama.cpp's: JSON that this schema allows"
     )
@@ -324,6 +326,8 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
         names = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
         if isinstance(self.response_format, TextFormat):
             names.remove("response_format")
+        if self.grammar == "":  # as clients of llama.cpp's send it
+            names.remove("grammar")
         return names
 
     @property
