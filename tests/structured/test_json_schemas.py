@@ -61,6 +61,7 @@ TAKEN: dict[str, Any] = {
         "propertyNames": {"type": "string", "pattern": "^[a-c]{1,2}$"},
     },
     "names of a length": {**RECORD, "propertyNames": {"minLength": 2, "maxLength": 3}},
+    "one name": {**RECORD, "propertyNames": {"const": "a"}, "minProperties": 1},
     "names by reference": {
         "$defs": {"a/b": {"type": "string", "enum": ["x", "y"]}},
         **RECORD,

@@ -100,6 +100,8 @@ def _named_otherwise(schema: dict[str, Any], names: Any) -> Any:
     match names:
         case {"enum": [*texts]} if len(names) == 1:
             return {**own, "properties": {t: value for t in texts if isinstance(t, str)}}
+        case {"const": str(text)} if len(names) == 1:
+            return {**own, "properties": {text: value}}
         case {"pattern": str(pattern)} if len(names) == 1:
             return {**own, "patternProperties": {pattern: value}}
         case _ if names.keys() <= {"minLength", "maxLength"}:
