@@ -244,6 +244,7 @@ def test_with_ignore_eos_the_text_goes_on_as_long_as_it_can() -> None:
         (Constraint.regex("(?=a)b"), "look-around"),
         (Constraint.regex(r"(a)\1"), "backreferences"),
         (Constraint.regex("a\\"), "escapes nothing"),
+        (Constraint.regex("a{1000000}"), "regex: it is too large: lexer error"),
         (Constraint.grammar("root ::= foo"), "foo"),
         (Constraint.grammar("start: foo"), "unknown name"),
         (Constraint("choice", "x"), "choice"),
@@ -260,7 +261,11 @@ def test_an_error_says_what_is_wrong_and_where(constraint: Constraint, part: str
 @pytest.mark.parametrize(
     ("constraint", "text", "reason"),
     [
-        (Constraint.regex("a{1000000}"), "a", "lexer error: too many expressions constructed"),
+        (
+            Constraint.regex("b|xa{1000000}"),
+            "xa",
+            "lexer error: too many expressions constructed",
+        ),
         (
             Constraint.json({"patternProperties": {"^a$": {"const": 1}}, **CLOSED}),
             '{"a":1, "',

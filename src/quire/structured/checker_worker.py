@@ -228,9 +228,13 @@ class Checker:
     def _error(self, grammar: str) -> str | None:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
-            matcher.compute_bitmask()
+            mask = matcher.compute_bitmask()
             if matcher.is_error():
                 return f"nothing can match it, or too much: {matcher.stop_reason()}"
+            first = next((byte for byte in range(_END) if mask[byte // 8] >> byte % 8 & 1), _END)
+            if not matcher.consume_token(first):  # where much is repeated, a limit is met here
+                reason, _, _ = matcher.get_error().partition("\n<")  # llguidance's notes
+                return f"it is too large: {reason}"
         return matcher.get_error().strip() or None
 
     def _place(self, root: Any, error: str) -> str | None:
