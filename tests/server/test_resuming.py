@@ -35,6 +35,8 @@ Event = tuple[str | None, Any]  # its id, its data
 def events_of(content: bytes) -> list[Event]:
     found = []
     for event in content.decode().split("\n\n")[:-1]:
+        if event == ": ping":
+            continue
         fields = dict(line.split(": ", 1) for line in event.split("\n"))
         data = fields["data"]
         found.append((fields.get("id"), data if data == "[DONE]" else json.loads(data)))
