@@ -442,6 +442,7 @@ void Decoder::keep_output_rows(const std::vector<int>& output_rows) {
       move(RowKind::projected, row, num_rows_);
       move(RowKind::attention_output, row, num_rows_);
       move(RowKind::gated, row, num_rows_);
+      move(RowKind::branch, row, num_rows_);
       move(RowKind::layer_inputs, row, num_rows_);
       for (auto& rows : row_positions_)
         rows[static_cast<size_t>(num_rows_)] = rows[static_cast<size_t>(row)];

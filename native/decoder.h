@@ -45,7 +45,7 @@ struct Matrix {
 struct Experts {
   Routing routing;
   int router;          // float matrix: a row for each expert, then one for the shared expert's gate
-  int gate, up, down;  // stacked matrices
+  int gate, up, down;  // stacked matrices; gate: -1 where experts have none
   Gate activation;
   bool weighs_input;                   // an expert's weight multiplies its input, not its output
   bool has_shared_gate;                // the shared expert's output is multiplied by a sigmoid
@@ -449,6 +449,7 @@ class Decoder {
   void expert_down(const Stage& stage);
   void add_expert(const Experts& experts, size_t which, int64_t first, int size, float* scratch);
   ActivationFormat gated_format(const Experts& experts) const;
+  static std::vector<int> first_matrices(const Experts& experts);
   int64_t router_stride(const Experts& experts) const;
   void rope_and_store(const Stage& stage);
   void latent_rope_and_store(const Stage& stage);

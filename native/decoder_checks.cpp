@@ -185,8 +185,11 @@ void Decoder::check_experts(const Experts& experts) const {
       expect_matrix("a router", experts.router, routing.count + (experts.has_shared_gate ? 1 : 0),
                     shape_.hidden_size);
   expect(router.activations == ActivationFormat::floats, "a router's weights must be floats");
-  const int64_t size = rows_of(experts.gate);
-  check_stack("experts' gates", experts.gate, routing.count, size, shape_.hidden_size);
+  const int64_t size = rows_of(experts.up);
+  if (experts.gate >= 0)
+    check_stack("experts' gates", experts.gate, routing.count, size, shape_.hidden_size);
+  expect(experts.gate >= 0 || experts.activation != Gate::clamped_swiglu,
+         "clamped_swiglu must have a gate");
   check_stack("experts' up projections", experts.up, routing.count, size, shape_.hidden_size);
   check_stack("experts' down projections", experts.down, routing.count, shape_.hidden_size, size);
   if (experts.choice_bias >= 0)

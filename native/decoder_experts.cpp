@@ -103,12 +103,12 @@ void Decoder::reserve_slots(int num_rows) {
   int64_t num_slots = 0, num_scores = 0, widest_input = 0, widest_gated = 0;
   int input_formats = 0, gated_formats = 0;
   for (const Experts& experts : experts_) {
-    const Matrix& gate = *matrices_[static_cast<size_t>(experts.gate)];
+    const Matrix& up = *matrices_[static_cast<size_t>(experts.up)];
     num_slots = std::max(num_slots, checked_product(num_rows, experts.routing.num_used));
     num_scores = std::max(num_scores, router_stride(experts));
-    widest_input = std::max(widest_input, gate.in_size);
-    widest_gated = std::max(widest_gated, gate.out_size);
-    input_formats |= formats_for({experts.gate, experts.up});
+    widest_input = std::max(widest_input, up.in_size);
+    widest_gated = std::max(widest_gated, up.out_size);
+    input_formats |= formats_for(first_matrices(experts));
     gated_formats |= formats_for({experts.down});
   }
   expect_within("the rows of a step times the experts of a row", num_slots, 1, INT32_MAX);
@@ -116,6 +116,12 @@ void Decoder::reserve_slots(int num_rows) {
   reserve_activations(slots_[0], num_slots, widest_input, input_formats);
   reserve_activations(slots_[1], num_slots, widest_gated, gated_formats);
   routing_scratch_.resize(static_cast<size_t>(pool_.size()));
+}
+
+// Those that experts multiply their input with.
+std::vector<int> Decoder::first_matrices(const Experts& experts) {
+  if (experts.gate < 0) return {experts.up};
+  return {experts.gate, experts.up};
 }
 
 int64_t Decoder::router_stride(const Experts& experts) const {
@@ -193,10 +199,11 @@ void Decoder::order_slots(const Experts& experts) {
 // Copies each slot's quantised input, so that an expert's rows follow each other.
 void Decoder::gather_slots(const Experts& experts) {
   const Activations &from = activations_[current_], &to = slots_[0];
-  const Matrix& gate = *matrices_[static_cast<size_t>(experts.gate)];
-  const Matrix& up = *matrices_[static_cast<size_t>(experts.up)];
+  const std::vector<int> matrices = first_matrices(experts);
+  const int64_t in_size = matrix(experts.up).in_size;
   const auto wants = [&](ActivationFormat format) {
-    return gate.activations == format || up.activations == format;
+    return std::any_of(matrices.begin(), matrices.end(),
+                       [&](int index) { return matrix(index).activations == format; });
   };
   pool_.run(static_cast<int>(slot_rows_.size()), 16, [&](int begin, int end, int) {
     for (int slot = begin; slot < end; slot++) {
@@ -204,14 +211,14 @@ void Decoder::gather_slots(const Experts& experts) {
       const float factor = experts.weighs_input ? slot_weights_[static_cast<size_t>(slot)] : 1.0f;
       if (wants(ActivationFormat::groups))
         copy_records(from.groups.as<ActivationGroup>() + row * from.group_stride,
-                     gate.in_size / group_size, factor,
+                     in_size / group_size, factor,
                      to.groups.as<ActivationGroup>() + slot * to.group_stride);
       if (wants(ActivationFormat::blocks))
         copy_records(from.blocks.as<ActivationBlock>() + row * from.block_stride,
-                     gate.in_size / activation_block_size, factor,
+                     in_size / activation_block_size, factor,
                      to.blocks.as<ActivationBlock>() + slot * to.block_stride);
       if (wants(ActivationFormat::floats))
-        copy_records(from.floats.as<float>() + row * from.float_stride, gate.in_size, factor,
+        copy_records(from.floats.as<float>() + row * from.float_stride, in_size, factor,
                      to.floats.as<float>() + slot * to.float_stride);
     }
   });
@@ -231,40 +238,43 @@ ActivationFormat Decoder::gated_format(const Experts& experts) const {
 void Decoder::expert_gate_and_up(const Stage& stage) {
   Stopwatch watch(counters_.gemm_seconds);
   const Experts& experts = experts_[static_cast<size_t>(stage.experts)];
-  const Matrix& gate = *matrices_[static_cast<size_t>(experts.gate)];
-  const Matrix& up = *matrices_[static_cast<size_t>(experts.up)];
-  const Matrix& down = *matrices_[static_cast<size_t>(experts.down)];
+  const Matrix& down = matrix(experts.down);
   const auto num_slots = static_cast<int64_t>(slot_rows_.size());
-  counters_.multiplications += 2 * gate.out_size * gate.in_size * num_slots;
-  counters_.weight_bytes += (gate.num_bytes + up.num_bytes) / gate.num_stacked *
-                            static_cast<int64_t>(expert_slots_.size());
+  for (const int index : first_matrices(experts)) {
+    const Matrix& stack = matrix(index);
+    counters_.multiplications += stack.out_size * stack.in_size * num_slots;
+    counters_.weight_bytes +=
+        stack.num_bytes / stack.num_stacked * static_cast<int64_t>(expert_slots_.size());
+  }
+  const int64_t size = down.in_size;
   gather_slots(experts);
   const ActivationFormat made_as = gated_format(experts);
   if (made_as == ActivationFormat::floats)
     slots_[1].floats.grow(
         bytes_of(checked_product(num_slots, slots_[1].float_stride), sizeof(float)));
   const int outputs = made_as == ActivationFormat::blocks ? activation_block_size : task_outputs;
-  const int per_expert = static_cast<int>((gate.out_size + outputs - 1) / outputs);
+  const int per_expert = static_cast<int>((size + outputs - 1) / outputs);
   const int num_tasks =
       static_cast<int>(checked_product(static_cast<int64_t>(expert_slots_.size()), per_expert));
   pool_.run(num_tasks, chunk_size(num_tasks, pool_.size()), [&](int begin, int end, int thread) {
     for (int task = begin; task < end; task++) {
       const int64_t output = int64_t{task % per_expert} * outputs;
       gate_slots(experts, static_cast<size_t>(task / per_expert), output,
-                 static_cast<int>(std::min<int64_t>(outputs, gate.out_size - output)), made_as,
+                 static_cast<int>(std::min<int64_t>(outputs, size - output)), made_as,
                  scratch_.as<float>() + thread * scratch_size());
     }
   });
   if (made_as != down.activations) quantise_slots(experts);
 }
 
-// Some outputs of gate(x) * up(x) for all slots of one expert.
+// Some outputs of gate(x) * up(x), or of up(x) alone, for all slots of one expert.
 void Decoder::gate_slots(const Experts& experts, size_t which, int64_t output, int size,
                          ActivationFormat made_as, float* scratch) {
   const ExpertSlots& slots = expert_slots_[which];
-  const Matrix gate = part_of(*matrices_[static_cast<size_t>(experts.gate)], slots.expert);
-  const Matrix up = part_of(*matrices_[static_cast<size_t>(experts.up)], slots.expert);
-  const bool is_last = output + size >= gate.out_size;  // then the next expert's panels follow
+  const bool is_gated = experts.gate >= 0;
+  const Matrix up = part_of(matrix(experts.up), slots.expert);
+  const Matrix gate = is_gated ? part_of(matrix(experts.gate), slots.expert) : up;
+  const bool is_last = output + size >= up.out_size;  // then the next expert's panels follow
   const int64_t to_next = !is_last || which + 1 == expert_slots_.size()
                               ? 0
                               : expert_slots_[which + 1].expert - slots.expert;
@@ -282,11 +292,13 @@ void Decoder::gate_slots(const Experts& experts, size_t which, int64_t output, i
       const bool ends = offset + part >= size;
       gemm(gate, slots_[0], panel, num_panels, slots.first + first, count, gated + offset, stride,
            ends ? next_of(gate) : nullptr);
-      gemm(up, slots_[0], panel, num_panels, slots.first + first, count, ups, task_outputs,
-           ends ? next_of(up) : nullptr);
+      if (is_gated)
+        gemm(up, slots_[0], panel, num_panels, slots.first + first, count, ups, task_outputs,
+             ends ? next_of(up) : nullptr);
       for (int t = 0; t < count; t++) {
         float* x = gated + int64_t{t} * stride + offset;
-        kernels_.gate(experts.activation, nullptr, x, ups + t * task_outputs, part, x);
+        const float* own = is_gated ? ups + t * task_outputs : nullptr;
+        kernels_.gate(experts.activation, nullptr, x, own, part, x);
       }
     }
     for (int t = 0; t < count; t++)

@@ -50,4 +50,4 @@ def with_attention(spec: ModelSpec, **changes: Any) -> ModelSpec:
 def biases(spec: ModelSpec) -> tuple[bool, bool, bool]:
     """Of queries, keys and values; of the attention's output; of the feed-forward."""
     layer = spec.layers[0]
-    return layer.attention.qkv_bias, layer.attention.output_bias, layer.feed_forward.has_bias
+    return layer.attention.qkv_bias, layer.attention.output_bias, layer.feed.has_bias

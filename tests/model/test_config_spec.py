@@ -64,14 +64,12 @@ def test_a_null_overrides_a_default() -> None:
 def test_biases_are_where_each_family_has_them() -> None:
     plain, biased = spec(), spec(attention_bias=True, mlp_bias=True)
     assert not (
-        plain.attention.qkv_bias
-        or plain.attention.output_bias
-        or plain.layers[0].feed_forward.has_bias
+        plain.attention.qkv_bias or plain.attention.output_bias or plain.layers[0].feed.has_bias
     )
     assert (
         biased.attention.qkv_bias
         and biased.attention.output_bias
-        and biased.layers[0].feed_forward.has_bias
+        and biased.layers[0].feed.has_bias
     )
     qwen2 = spec("qwen2", num_key_value_heads=2)
     assert biases(qwen2) == (True, False, False)

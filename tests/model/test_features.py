@@ -54,7 +54,7 @@ def second(**changes: object) -> ModelSpec:
 
 def feed(**changes: object) -> ModelSpec:
     """With these changes in every feed-forward."""
-    made = replace(LLAMA.layers[0].feed_forward, **changes)  # type: ignore[arg-type]
+    made = replace(LLAMA.layers[0].feed, **changes)  # type: ignore[arg-type]
     return replace(LLAMA, layers=tuple(replace(x, feed_forward=made) for x in LLAMA.layers))
 
 
@@ -74,6 +74,8 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.DIFFERENT_EPSILONS: second(mixer_norm=OTHER),
     Feature.PARALLEL_HALVES: second(is_parallel=True, feed_forward_norm=None),
     Feature.PARALLEL_NORMS: second(is_parallel=True),
+    Feature.SINGLE_HALVES: second(feed_forward=None, feed_forward_norm=None),
+    Feature.STATE_BESIDE: second(state_beside=MAMBA),
     Feature.RESIDUAL_SCALE: second(residual_scale=0.5),
     Feature.EMBEDDING_SCALE: replace(LLAMA, embedding_scale=4.0),
     Feature.EMBEDDING_NORM: replace(LLAMA, embedding_norm=NORM),
@@ -116,6 +118,7 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.XIELU: feed(activation=Activation.XIELU, is_gated=False),
     Feature.EXPERTS: second(feed_forward=EXPERTS),
     Feature.EXPERT_BIASES: routed(has_bias=True),
+    Feature.UNGATED_EXPERTS: routed(is_gated=False),
     Feature.SHARED_EXPERT: routed(shared=Dense(size=4, activation=Activation.SILU)),
     Feature.SIGMOID_ROUTER: routed(router=Router(scoring=Scoring.SIGMOID)),
     Feature.SPARSE_MIXER: routed(router=Router(scoring=Scoring.SPARSE_MIXER)),
@@ -134,11 +137,11 @@ SPECS: dict[Feature, ModelSpec] = {
 OF_SECOND_LAYER = {
     *(Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES),
     *(Feature.DIFFERENT_EPSILONS, Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS),
-    Feature.RESIDUAL_SCALE,
+    *(Feature.RESIDUAL_SCALE, Feature.SINGLE_HALVES, Feature.STATE_BESIDE),
     *(Feature.DIFFERENT_LAYERS, Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.SHARED_KV),
     *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
     *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
-    *(Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER),
+    *(Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER, Feature.UNGATED_EXPERTS),
     *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
     *(Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS),
 }
@@ -150,6 +153,7 @@ OF_MODEL = {
 WITHIN = {  # what each is a kind of, or has beside it
     Feature.PARALLEL_HALVES: Feature.NO_NORMS_BEFORE_HALVES,
     Feature.PARALLEL_NORMS: Feature.PARALLEL_HALVES,
+    Feature.STATE_BESIDE: Feature.MAMBA,
     Feature.QK_NORMS_AFTER_ROPE: Feature.OTHER_QK_NORMS,
     Feature.XIELU: Feature.UNGATED,
 }

@@ -45,9 +45,7 @@ def test_a_plain_llama_is_read() -> None:
     assert found.rope.base == 10000.0 and found.rope.dims == 12 and found.rope.scaling is None
     assert not found.tied_head
     assert not (
-        found.attention.qkv_bias
-        or found.attention.output_bias
-        or found.layers[0].feed_forward.has_bias
+        found.attention.qkv_bias or found.attention.output_bias or found.layers[0].feed.has_bias
     )
 
 
@@ -142,7 +140,7 @@ def test_optional_tensors_switch_their_parts_on() -> None:
     assert (
         found.attention.qkv_bias
         and found.attention.output_bias
-        and found.layers[0].feed_forward.has_bias
+        and found.layers[0].feed.has_bias
         and found.linear_scales
     )
 

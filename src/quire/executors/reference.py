@@ -397,8 +397,9 @@ class _Layer:
         layer = self._layer = spec.layers[index]
         weights = _Weights(spec, tensors, f"blk.{index}.", layer_shapes(spec, index))
         self.weight_bytes = weights.num_bytes
-        self._mixer = _mixer(spec, index, weights)
-        self._feed_forward = _feed_forward(layer.feed_forward, weights)
+        self._mixers = _mixers(spec, index, weights)
+        feed = layer.feed_forward
+        self._feed_forward = None if feed is None else _feed_forward(feed, weights)
         self._mixer_norm = weights.norm("attn_norm", layer.mixer_norm)
         self._mixer_output_norm = weights.norm("post_attention_norm", layer.mixer_output_norm)
         self._feed_norm = weights.norm("ffn_norm", layer.feed_forward_norm)
@@ -410,18 +411,24 @@ class _Layer:
         self._output_scale = weights.get("layer_output_scale.weight")
 
     def run(self, rows: Sequence[Row], cache: "Cache") -> None:
-        normed = [self._mixer_norm(row.state) for row in rows]
-        for row, x, mixed in zip(rows, normed, self._mixer.run(rows, normed, cache), strict=True):
-            mixed = self._mixer_output_norm(mixed)
-            if self._layer.is_parallel:
-                own = x if self._layer.feed_forward_norm is None else self._feed_norm(row.state)
-                mixed = mixed + self._feed_output_norm(self._feed_forward(own, row.state))
-            row.state = row.state + self._scaled(mixed)
+        if self._mixers:
+            self._mix(rows, cache)
         for row in rows:
-            if not self._layer.is_parallel:
+            if self._feed_forward is not None and not self._layer.is_parallel:
                 made = self._feed_forward(self._feed_norm(row.state), row.state)
                 row.state = row.state + self._scaled(self._feed_output_norm(made))
             self._finish(row)
+
+    def _mix(self, rows: Sequence[Row], cache: "Cache") -> None:
+        """And the feed-forward, where it is beside."""
+        normed = [self._mixer_norm(row.state) for row in rows]
+        made = [mixer.run(rows, normed, cache) for mixer in self._mixers]
+        for row, x, parts in zip(rows, normed, zip(*made, strict=True), strict=True):
+            mixed = self._mixer_output_norm(sum(parts[1:], parts[0]))
+            if self._feed_forward is not None and self._layer.is_parallel:
+                own = x if self._layer.feed_forward_norm is None else self._feed_norm(row.state)
+                mixed = mixed + self._feed_output_norm(self._feed_forward(own, row.state))
+            row.state = row.state + self._scaled(mixed)
 
     def _finish(self, row: Row) -> None:
         if self._inputs is not None:
@@ -437,14 +444,19 @@ class _Layer:
         return x if scale == 1.0 else x * np.float32(scale)
 
 
-def _mixer(
+def _mixers(
     spec: ModelSpec, index: int, weights: _Weights
-) -> "_Attention | _Convolution | _Recurrence":
-    part = spec.layers[index].mixer
-    if isinstance(part, StateMixer):
-        kind = _Convolution if part.kind is StateKind.CONVOLUTION else _Recurrence
-        return kind(part, index, weights)
-    return (_Attention if part.latent is None else _LatentAttention)(spec, index, weights)
+) -> "list[_Attention | _Convolution | _Recurrence]":
+    layer = spec.layers[index]
+    found: list[_Attention | _Convolution | _Recurrence] = []
+    if isinstance(layer.mixer, Attention):
+        kind = _Attention if layer.mixer.latent is None else _LatentAttention
+        found.append(kind(spec, index, weights))
+    if layer.state is not None:
+        is_alone = layer.state.kind is StateKind.CONVOLUTION
+        state = _Convolution if is_alone else _Recurrence
+        found.append(state(layer.state, index, weights))
+    return found
 
 
 class _Convolution:
@@ -493,7 +505,7 @@ class _Recurrence(_Convolution):
         self._beta = weights.linear("ssm_beta") if self._is_delta_net else None
         self._a, self._dt = weights.array("ssm_a.weight"), weights.array("ssm_dt.bias")
         self._d = weights.get("ssm_d.weight")
-        self._norm = weights.array("ssm_norm.weight")
+        self._norm = weights.get("ssm_norm.weight")
 
     def _step(self, x: Floats, state: Floats) -> Floats:
         part = self._part
@@ -526,6 +538,8 @@ class _Recurrence(_Convolution):
     def _gated(self, heads: Floats, gate: Floats) -> Floats:
         """DeltaNet's heads are normed each, then gated; Mamba's are gated, then normed by group."""
         part = self._part
+        if self._norm is None:
+            return heads.ravel() * _silu(gate)
         if self._is_delta_net:
             return rms_norm(heads, self._norm, part.norm_epsilon).ravel() * _silu(gate)
         groups = (heads.ravel() * _silu(gate)).reshape(part.num_groups, -1)
@@ -726,8 +740,8 @@ class _Experts:
         self._part = part
         self._router = weights.linear("ffn_gate_inp", has_scale=part.router.input_norm is None)
         self._choice_bias = weights.get("exp_probs_b.bias")
-        kinds = ("gate", "up", "down")
-        self._gate, self._up, self._down = (weights.linears(f"ffn_{x}_exps") for x in kinds)
+        self._up, self._down = (weights.linears(f"ffn_{x}_exps") for x in ("up", "down"))
+        self._gate = weights.linears("ffn_gate_exps") if part.is_gated else None
         self._shared = None if part.shared is None else _Dense(part.shared, weights, "_shexp")
         gate = weights.get("ffn_gate_inp_shexp.weight")
         self._shared_gate = None if gate is None else Linear(gate[None])
@@ -759,9 +773,11 @@ class _Experts:
         total = np.zeros(len(x), np.float32)
         for expert, share in zip(chosen, shares, strict=True):
             entering = x * share if part.router.weighs_input else x
-            product = gated(
-                part.activation, self._gate[expert](entering), self._up[expert](entering)
-            )
+            product = self._up[expert](entering)
+            if self._gate is None:
+                product = _ACTIVATIONS[part.activation](product)
+            else:
+                product = gated(part.activation, self._gate[expert](entering), product)
             made = self._down[expert](product)
             total = total + (made if part.router.weighs_input else made * share)
         if self._shared is None:

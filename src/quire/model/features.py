@@ -17,7 +17,7 @@ from quire.model.spec import (
     QKNorm,
     Scoring,
 )
-from quire.model.states import StateKind, StateMixer
+from quire.model.states import StateKind
 
 
 class Feature(StrEnum):
@@ -29,6 +29,8 @@ class Feature(StrEnum):
     DIFFERENT_EPSILONS = "norms of different epsilons"
     PARALLEL_HALVES = "attention and feed-forward side by side"
     PARALLEL_NORMS = "attention and feed-forward side by side with a norm each"
+    SINGLE_HALVES = "layers of one half alone"
+    STATE_BESIDE = "attention and a state side by side"
     RESIDUAL_SCALE = "a scale on what a layer adds"
     EMBEDDING_SCALE = "scaled embeddings"
     EMBEDDING_NORM = "a norm after the embedding"
@@ -67,6 +69,7 @@ class Feature(StrEnum):
     XIELU = "the activation xielu"
     EXPERTS = "a mixture of experts"
     EXPERT_BIASES = "experts with biases"
+    UNGATED_EXPERTS = "experts without a gate"
     SHARED_EXPERT = "an expert that every token uses"
     SIGMOID_ROUTER = "a router with a sigmoid"
     SPARSE_MIXER = "a router that masks experts (SparseMixer)"
@@ -93,12 +96,14 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU, Feature.UNGATED}
         | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
         | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS, Feature.HEAD_BIAS}
+        | {Feature.SINGLE_HALVES, Feature.STATE_BESIDE}
         | {Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
         | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
         | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
         | {Feature.VALUE_NORMS, Feature.POSITION_SCALE}
         | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.WEIGHED_EXPERT_INPUT}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.UNGATED_EXPERTS}
+        | {Feature.WEIGHED_EXPERT_INPUT}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
         | {Feature.ROUTER_GROUPS, Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
         | {Feature.OUTPUT_GATE, Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS}
@@ -171,30 +176,43 @@ def features(spec: ModelSpec) -> Iterator[tuple[Feature, str]]:
 
 
 def _layer_features(spec: ModelSpec, layer: Layer) -> dict[Feature, bool]:
-    first = next(layer for layer in spec.layers if isinstance(layer.mixer, Attention))
     norms = [norm for norm in _all_norms(layer) if norm is not None]
-    before = (layer.mixer_norm, layer.feed_forward_norm)
+    halves = (layer.mixer, layer.mixer_norm), (layer.feed_forward, layer.feed_forward_norm)
     after = (layer.mixer_output_norm, layer.feed_forward_output_norm)
     return {
         Feature.LAYER_NORMS: any(norm.kind is not NormKind.RMS for norm in norms),
         Feature.DIFFERENT_EPSILONS: any(norm.epsilon != spec.norm_epsilon for norm in norms),
         Feature.NORMS_AFTER_HALVES: any(norm is not None for norm in after),
-        Feature.NO_NORMS_BEFORE_HALVES: any(norm is None for norm in before),
+        Feature.NO_NORMS_BEFORE_HALVES: any(
+            part is not None and norm is None for part, norm in halves
+        ),
         Feature.PARALLEL_HALVES: layer.is_parallel,
         Feature.PARALLEL_NORMS: layer.is_parallel and layer.feed_forward_norm is not None,
+        Feature.SINGLE_HALVES: layer.mixer is None or layer.feed_forward is None,
+        Feature.STATE_BESIDE: layer.state_beside is not None,
         Feature.RESIDUAL_SCALE: layer.residual_scale != 1.0,
         Feature.OUTPUT_SCALE: layer.has_output_scale,
-        Feature.DIFFERENT_LAYERS: _feed_sizes(layer) != _feed_sizes(first)
-        or (isinstance(layer.mixer, Attention) and _mixer_sizes(layer) != _mixer_sizes(first)),
-        **_mixer_features(layer.mixer, spec.attention),
-        **_feed_features(layer.feed_forward),
+        Feature.DIFFERENT_LAYERS: _is_different(spec, layer),
+        **_mixer_features(spec, layer),
+        **({} if layer.feed_forward is None else _feed_features(layer.feed_forward)),
     }
 
 
-def _mixer_features(part: Attention | StateMixer, first: Attention) -> dict[Feature, bool]:
-    if isinstance(part, StateMixer):
-        return {Feature(f"layers of {part.kind}"): True}
-    return _attention_features(part, first)
+def _is_different(spec: ModelSpec, layer: Layer) -> bool:
+    """Whether one of its halves is unlike the first of its kind in the model."""
+    mixer, feed = layer.mixer, layer.feed_forward
+    if isinstance(mixer, Attention) and _mixer_sizes(mixer) != _mixer_sizes(spec.attention):
+        return True
+    return feed is not None and _feed_sizes(feed) != _feed_sizes(spec.feed_forwards[0])
+
+
+def _mixer_features(spec: ModelSpec, layer: Layer) -> dict[Feature, bool]:
+    found: dict[Feature, bool] = {}
+    if layer.state is not None:
+        found[Feature(f"layers of {layer.state.kind}")] = True
+    if isinstance(layer.mixer, Attention):
+        found |= _attention_features(layer.mixer, spec.attention)
+    return found
 
 
 def _attention_features(part: Attention, first: Attention) -> dict[Feature, bool]:
@@ -230,6 +248,7 @@ def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
         router = part.router
         found |= {
             Feature.EXPERT_BIASES: part.has_bias,
+            Feature.UNGATED_EXPERTS: not part.is_gated,
             Feature.SHARED_EXPERT: part.shared is not None,
             Feature.SIGMOID_ROUTER: router.scoring is Scoring.SIGMOID,
             Feature.SPARSE_MIXER: router.scoring is Scoring.SPARSE_MIXER,
@@ -247,21 +266,19 @@ def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
 def _all_norms(layer: Layer) -> tuple[Norm | None, ...]:
     mixer, feed = layer.mixer, layer.feed_forward
     inner = feed.inner_norm if isinstance(feed, Dense) else None
-    if isinstance(mixer, StateMixer):
+    if not isinstance(mixer, Attention):
         return (*layer.norms, inner)
     own = mixer.qk_norm.norm if mixer.qk_norm is not None else None
     return (*layer.norms, mixer.output_norm, inner, own, mixer.value_norm)
 
 
-def _feed_sizes(layer: Layer) -> tuple[object, ...]:
+def _feed_sizes(feed: Dense | Experts) -> tuple[object, ...]:
     """What is the same in all layers of a model whose layers are alike."""
-    feed = layer.feed_forward
     return type(feed), feed.size, feed.activation, feed.has_bias
 
 
-def _mixer_sizes(layer: Layer) -> tuple[object, ...]:
+def _mixer_sizes(part: Attention) -> tuple[object, ...]:
     """The same of those that attend."""
-    part = layer.attention
     caps = (part.soft_cap, part.qk_norm is None, part.output_norm is None)
     heads = (part.num_heads, part.num_kv_heads, part.head_dim)
     return (part.qkv_bias, part.output_bias, *caps, *heads)

@@ -1,7 +1,7 @@
 """ModelSpec: a decoder as data (embedding, layers, head), and the tensors it computes with.
 
 A layer is its mixer (attention, or what keeps a state: states.py), its feed-forward, and the norms
-around them; layers may differ.
+around them; layers may differ, and may have one of these halves alone.
 Executors lower this description and nothing else. What only files differ in (fused, permuted or
 transposed tensors, norm weights stored less one) is undone when a model is loaded: tensors are
 named as GGUF names them, matrices are [out, in], experts are stacked [experts, out, in].
@@ -221,6 +221,10 @@ class Dense:
         if self.activation is Activation.XIELU and self.is_gated:
             raise UnsupportedModelError("the activation xielu of a gate is not supported")
 
+    def of_size(self, size: int) -> "Dense":
+        """Another of its kind, without biases: an expert that every token uses."""
+        return Dense(size=size, activation=self.activation, is_gated=self.is_gated)
+
 
 class Scoring(StrEnum):
     SOFTMAX = "softmax"
@@ -260,7 +264,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Gated feed-forwards of which each token uses a few. A token's sum runs over its experts in
+    """Feed-forwards of which each token uses a few. A token's sum runs over its experts in
     ascending order, then the shared one is added: other tokens change no bit of it."""
 
     count: int
@@ -268,6 +272,7 @@ class Experts:
     size: int
     activation: Activation
     router: Router
+    is_gated: bool = True
     has_bias: bool = False
     shared: Dense | None = None  # used by every token
     has_shared_gate: bool = False  # the shared one is multiplied by a sigmoid of its own
@@ -280,6 +285,10 @@ class Experts:
         _check_size("num_experts", self.count)
         _check_size("num_used_experts", self.num_used, self.count)
         _check_size("expert_ffn_size", self.size, MAX_SIZES["ffn_size"])
+        if not self.is_gated and self.activation in (Activation.CLAMPED_SWIGLU, Activation.XIELU):
+            raise UnsupportedModelError(
+                f"experts without a gate whose activation is {self.activation} are not supported"
+            )
         if self.router.scoring is Scoring.SPARSE_MIXER and self.num_used != 2:
             raise UnsupportedModelError(
                 f"a SparseMixer chooses two experts, not {self.num_used} (num_experts_per_tok)"
@@ -295,14 +304,16 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """x + mixer(norm(x)), then x + feed_forward(norm(x)).
+    """x + mixer(norm(x)), then x + feed_forward(norm(x)); or one of these halves alone.
 
     Where it is parallel both halves take the layer's input, and are added together; the
     feed-forward takes it as the mixer does where it has no norm of its own.
     """
 
-    mixer: Attention | StateMixer
-    feed_forward: Dense | Experts
+    mixer: Attention | StateMixer | None
+    feed_forward: Dense | Experts | None
+    # Falcon-H1's, which takes what its attention does, and what they make is added.
+    state_beside: StateMixer | None = None
     mixer_norm: Norm | None = None  # before
     mixer_output_norm: Norm | None = None  # after, before it is added
     feed_forward_norm: Norm | None = None
@@ -313,12 +324,26 @@ class Layer:
 
     def __post_init__(self) -> None:
         _check_scale("residual_scale", self.residual_scale)
+        is_whole = self.mixer is not None and self.feed_forward is not None
+        if self.is_parallel and (not is_whole or self.state_beside is not None):
+            raise UnsupportedModelError("halves side by side are an attention or a state each")
 
     @property
     def attention(self) -> Attention:
         """Its mixer, where a caller knows that it keeps no state."""
         assert isinstance(self.mixer, Attention)
         return self.mixer
+
+    @property
+    def feed(self) -> Dense | Experts:
+        """Its feed-forward, where a caller knows that it has one."""
+        assert self.feed_forward is not None
+        return self.feed_forward
+
+    @property
+    def state(self) -> StateMixer | None:
+        """What keeps a state in it."""
+        return self.mixer if isinstance(self.mixer, StateMixer) else self.state_beside
 
     @property
     def norms(self) -> tuple[Norm, ...]:
@@ -398,8 +423,14 @@ class ModelSpec:
     @property
     def states(self) -> dict[int, StateMixer]:
         """By layer, of those that keep a state."""
-        mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
-        return {index: part for index, part in mixers.items() if isinstance(part, StateMixer)}
+        states = {index: layer.state for index, layer in enumerate(self.layers)}
+        return {index: part for index, part in states.items() if part is not None}
+
+    @property
+    def feed_forwards(self) -> tuple[Dense | Experts, ...]:
+        """Of the layers that have one."""
+        every = (layer.feed_forward for layer in self.layers)
+        return tuple(part for part in every if part is not None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -470,11 +501,11 @@ class ModelSpec:
     @property
     def ffn_size(self) -> int:
         """The widest that a token's feed-forward gets."""
-        return max(_width(layer.feed_forward) for layer in self.layers)
+        return max((_width(part) for part in self.feed_forwards), default=0)
 
     @property
     def activation(self) -> Activation:
-        return self.layers[0].feed_forward.activation
+        return self.feed_forwards[0].activation
 
     @property
     def norm_epsilon(self) -> float:
@@ -496,7 +527,7 @@ def _width(feed: Dense | Experts) -> int:
 def _within(layer: Layer, context_length: int) -> Layer:
     """The layer in a model of that context: what depends on it is fixed once."""
     mixer = layer.mixer
-    if isinstance(mixer, StateMixer):
+    if not isinstance(mixer, Attention):
         return layer
     if mixer.rope is not None:
         mixer = replace(mixer, rope=mixer.rope.within(context_length))
@@ -558,8 +589,13 @@ def layer_shapes(spec: ModelSpec, index: int) -> dict[str, Shape]:
         ("post_ffw_norm", layer.feed_forward_output_norm),
     ):
         shapes |= _norm_shapes(name, norm, (hidden,))
-    parts = [_mixer_linears(layer.mixer, hidden), _feed_linears(layer.feed_forward, hidden)]
-    shapes |= _mixer_vectors(layer.mixer) | _feed_vectors(layer.feed_forward, hidden)
+    parts = []
+    for mixer in (layer.mixer, layer.state_beside):
+        if mixer is not None:
+            parts.append(_mixer_linears(mixer, hidden))
+            shapes |= _mixer_vectors(mixer)
+    parts.append(_feed_linears(layer.feed_forward, hidden))
+    shapes |= _feed_vectors(layer.feed_forward, hidden)
     if layer.has_output_scale:
         shapes["layer_output_scale.weight"] = (1,)
     inputs = spec.layer_inputs
@@ -650,16 +686,18 @@ def _attention_vectors(part: Attention) -> dict[str, Shape]:
     return shapes
 
 
-def _feed_linears(part: Dense | Experts, hidden: int) -> dict[str, tuple[Shape, bool]]:
+def _feed_linears(part: Dense | Experts | None, hidden: int) -> dict[str, tuple[Shape, bool]]:
+    if part is None:
+        return {}
     if isinstance(part, Dense):
         return _dense_linears(part, hidden, "")
     up, down = (part.count, part.size, hidden), (part.count, hidden, part.size)
     linears: dict[str, tuple[Shape, bool]] = {
-        "ffn_gate_inp": ((part.count, hidden), part.router.has_bias),
-        "ffn_gate_exps": (up, part.has_bias),
-        "ffn_up_exps": (up, part.has_bias),
-        "ffn_down_exps": (down, part.has_bias),
+        "ffn_gate_inp": ((part.count, hidden), part.router.has_bias)
     }
+    for name, shape in (("gate", up), ("up", up), ("down", down)):
+        if part.is_gated or name != "gate":
+            linears[f"ffn_{name}_exps"] = (shape, part.has_bias)
     if part.shared is not None:
         linears |= _dense_linears(part.shared, hidden, "_shexp")
     if part.beside is not None:
@@ -676,8 +714,10 @@ def _dense_linears(part: Dense, hidden: int, suffix: str) -> dict[str, tuple[Sha
     return linears
 
 
-def _feed_vectors(part: Dense | Experts, hidden: int) -> dict[str, Shape]:
+def _feed_vectors(part: Dense | Experts | None, hidden: int) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
+    if part is None:
+        return shapes
     if isinstance(part, Dense):
         if part.activation is Activation.XIELU:
             shapes["ffn_xielu.weight"] = (XIELU_NUMBERS,)

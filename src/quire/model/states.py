@@ -47,7 +47,8 @@ class StateMixer:
     # used by heads that follow each other.
     is_tiled: bool = False
     has_convolution_bias: bool = False
-    norm_epsilon: float = 0.0  # of the norm of what heads leave
+    has_norm: bool = True  # of what heads leave, where it is not a convolution alone
+    norm_epsilon: float = 0.0  # of that norm
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -135,9 +136,12 @@ class StateMixer:
             return shapes
         heads = (self.num_heads,)
         shapes |= {"ssm_a.weight": heads, "ssm_dt.bias": heads}
-        if self.kind is StateKind.DELTA_NET:
-            return shapes | {"ssm_norm.weight": (self.value_dim,)}  # of each head
-        return shapes | {"ssm_d.weight": heads, "ssm_norm.weight": (self.output_size,)}
+        is_delta_net = self.kind is StateKind.DELTA_NET
+        if not is_delta_net:
+            shapes["ssm_d.weight"] = heads
+        if self.has_norm:  # DeltaNet's is of each head
+            shapes["ssm_norm.weight"] = (self.value_dim if is_delta_net else self.output_size,)
+        return shapes
 
 
 def _check(name: str, value: int, limit: int) -> None:

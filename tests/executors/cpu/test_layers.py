@@ -15,7 +15,7 @@ from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec
 from tests.model.flat_spec import with_attention
-from tests.model.test_features import DELTA_NET, MAMBA, NORM, SPECS
+from tests.model.test_features import DELTA_NET, EXPERTS, MAMBA, NORM, SPECS
 
 from quire.core.plan import Want
 from quire.executors.cpu import lowering
@@ -115,6 +115,22 @@ def layer_inputs(**changes: object) -> ModelSpec:
     return replace(changed(LLAMA, **changes), layer_inputs=inputs)
 
 
+def halves(*kinds: str) -> ModelSpec:
+    """Layers of one half each."""
+    whole = LLAMA.layers[0]
+    fed = replace(whole, mixer=None, mixer_norm=None)
+    relu = Dense(size=96, activation=Activation.RELU2, is_gated=False)
+    own = replace(EXPERTS, count=6, size=64, activation=Activation.RELU2, is_gated=False)
+    of = {
+        "attention": replace(whole, feed_forward=None, feed_forward_norm=None),
+        "dense": replace(fed, feed_forward=relu),
+        "experts": replace(fed, feed_forward=replace(own, shared=relu)),
+        "experts alone": replace(fed, feed_forward=own),
+    }
+    of["state"] = replace(of["attention"], mixer=MAMBA)
+    return replace(LLAMA, layers=tuple(of[kind] for kind in kinds))
+
+
 def with_state(**changes: object) -> ModelSpec:
     """Attention, then what keeps a state, then attention."""
     first = LLAMA.layers[0]
@@ -174,6 +190,14 @@ WITH = {
         LLAMA,
         layers=(LLAMA.layers[0], *(replace(LLAMA.layers[0], mixer=x) for x in (DELTA_NET, MAMBA))),
     ),
+    "halves that end with experts": halves(
+        *("state", "dense", "attention", "experts alone", "state", "experts")
+    ),
+    "halves that end with a state": halves("dense", "attention", "dense", "experts", "state"),
+    "a DeltaNet beside attention in every layer": changed(
+        LLAMA, state_beside=DELTA_NET, residual_scale=0.7, mixer_output_norm=NORM
+    ),
+    "a Mamba without a norm": with_state(kind=StateKind.MAMBA, has_norm=False),
     "a DeltaNet of many heads a group": with_state(num_heads=6, num_groups=2, value_dim=80),
     "a DeltaNet whose heads take turns": with_state(num_heads=6, num_groups=3, is_tiled=True),
     "a DeltaNet of heads of 128": with_state(key_dim=128, value_dim=128, kernel=2),

@@ -78,7 +78,7 @@ BEYOND: dict[str, tuple[dict[str, Any], str]] = {
 def test_layers_of_different_heads_are_refused() -> None:
     spec = small_spec(num_layers=2, num_heads=4)
     first, second = spec.layers
-    other = replace(second, mixer=replace(second.mixer, num_heads=2))
+    other = replace(second, mixer=replace(second.attention, num_heads=2))
     model = random_model(small_spec(), usual_format="BF16")
     with pytest.raises(UnsupportedModelError, match="has layers of different heads, which"):
         check_fits(replace(model, spec=replace(spec, layers=(first, other)), tensors=Unread()))

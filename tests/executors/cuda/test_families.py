@@ -130,12 +130,12 @@ STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
 
 
 def with_mixers(spec: ModelSpec, **changes: Any) -> ModelSpec:
-    layers = tuple(replace(x, mixer=replace(x.mixer, **changes)) for x in spec.layers)
+    layers = tuple(replace(x, mixer=replace(x.attention, **changes)) for x in spec.layers)
     return replace(spec, layers=layers)
 
 
 def with_activation(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    feeds = [replace(x.feed_forward, activation=activation) for x in spec.layers]
+    feeds = [replace(x.feed, activation=activation) for x in spec.layers]
     pairs = zip(spec.layers, feeds, strict=True)
     return replace(spec, layers=tuple(replace(x, feed_forward=feed) for x, feed in pairs))
 

@@ -37,6 +37,7 @@ def test_a_cancelled_step_stops_between_layers_and_the_next_one_runs() -> None:
         is_running, go_on = threading.Event(), threading.Event()
         layer = executor._decoder._layers[0]
         feed_forward = layer._feed_forward
+        assert feed_forward is not None
 
         def held_up(normed: Floats, state: Floats) -> Floats:
             is_running.set()

@@ -10,6 +10,7 @@ from quire.loader.tensor import Tensor
 from quire.model.spec import Experts, ModelSpec
 
 _NO_VECTOR = -1
+_NO_MATRIX = -1
 _PACKED_AT_ONCE = 64 << 20  # bytes of the file that are read before they are packed
 _FLOAT_BYTES = 4
 ROUTER, SHARED_GATE = "ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"
@@ -28,9 +29,14 @@ class ExpertLowering:
             if name.startswith(prefix)
         }
         self.router = self._add_router()
-        self.gate, self.up, self.down = (
-            self._add_stack(f"ffn_{name}_exps") for name in ("gate", "up", "down")
-        )
+        has_gate = "ffn_gate_exps.weight" in self._tensors
+        self.gate = self._add_stack("ffn_gate_exps") if has_gate else _NO_MATRIX
+        self.up, self.down = (self._add_stack(f"ffn_{name}_exps") for name in ("up", "down"))
+
+    @property
+    def first(self) -> list[int]:
+        """What experts multiply their input with."""
+        return [self.up] if self.gate == _NO_MATRIX else [self.gate, self.up]
 
     def add(self, part: Experts) -> int:
         """The index of the experts in the decoder."""
@@ -136,8 +142,9 @@ def slot_bytes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> int:
                     tensors[f"blk.{index}.ffn_{name}_exps.weight"].format.name
                 )
                 for name in ("gate", "up", "down")
+                if part.is_gated or name != "gate"
             }
-            inputs = {formats["gate"], formats["up"]}
+            inputs = {known for name, known in formats.items() if name != "down"}
             slot = sum(record_bytes(known, spec.hidden_size) for known in inputs)
             slot += record_bytes(formats["down"], part.size)
             own = part.num_used * slot + _FLOAT_BYTES * part.count

@@ -130,6 +130,11 @@ class _Lowering:
 
     def add_mixer(self, index: int, group: int, slot: int) -> None:
         layer, prefix = self._spec.layers[index], f"blk.{index}."
+        if layer.mixer is None:
+            return
+        if layer.state_beside is not None:
+            self._add_both(index, prefix, layer, layer.state_beside, group, slot)
+            return
         if isinstance(layer.mixer, StateMixer):
             output = self._add_state(prefix, layer, layer.mixer)
         else:
@@ -139,6 +144,16 @@ class _Lowering:
         self._add_product(output, layer.residual_scale, is_apart)
         if is_apart and not layer.is_parallel:
             self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
+
+    def _add_both(
+        self, index: int, prefix: str, layer: Layer, state: StateMixer, group: int, slot: int
+    ) -> None:
+        """What the state makes is kept apart until that of attention is added: rows that nobody
+        asked for are dropped where the last layer attends."""
+        self._add_product(self._add_state(prefix, layer, state), 1.0, is_apart=True)
+        output = self._add_attention_layer(index, prefix, layer, group, slot)
+        self.decoder.add_stage("project_and_add", output="branch", matrices=[output])
+        self._add_branch(f"{prefix}post_attention_norm", layer.mixer_output_norm, layer)
 
     def _add_attention_layer(
         self, index: int, prefix: str, layer: Layer, group: int, slot: int
@@ -153,7 +168,8 @@ class _Lowering:
     def add_feed_forward(self, index: int) -> None:
         """And what comes after both halves."""
         layer, prefix = self._spec.layers[index], f"blk.{index}."
-        self._add_feed_forward(prefix, layer)
+        if layer.feed_forward is not None:
+            self._add_feed_forward(prefix, layer)
         self._finish_layer(index, prefix, layer)
 
     def _add_product(self, matrix: int, scale: float, is_apart: bool) -> None:
@@ -292,9 +308,10 @@ class _Lowering:
             stage("recur", state=state)
             is_delta_net = part.kind is StateKind.DELTA_NET
             each = part.value_dim if is_delta_net else part.output_size // part.num_groups
+            weight = vector.get("ssm_norm.weight")
             stage(
                 "gate_output",
-                norm=native.Norm(part.norm_epsilon, vector["ssm_norm.weight"]),
+                norm=None if weight is None else native.Norm(part.norm_epsilon, weight),
                 norm_size=each,
                 norms_before_gate=is_delta_net,
             )
@@ -323,7 +340,7 @@ class _Lowering:
         stage("project", output="gated", matrices=[queries])
 
     def _add_feed_forward(self, prefix: str, layer: Layer) -> None:
-        part = layer.feed_forward
+        part = layer.feed
         if isinstance(part, Experts):
             self._add_experts(prefix, layer, part)
             return
@@ -393,14 +410,14 @@ class _Lowering:
         shared = [] if part.shared is None else self._gate_and_up(prefix, part.shared, "_shexp")
         before = self._norm(f"{prefix}ffn_norm", layer.feed_forward_norm)
         if part.beside is None:
-            matrices = [lowered.router, lowered.gate, lowered.up, *shared]
+            matrices = [lowered.router, *lowered.first, *shared]
             stage("norm_and_quantise", norm=before, matrices=matrices)
             stage("route", experts=index)
         else:
             stage("norm_and_quantise", norm=lowered.router_norm(part), matrices=[lowered.router])
             stage("route", experts=index)
             own = self._norm(f"{prefix}pre_ffw_norm_2", part.beside_norm)
-            matrices = [lowered.gate, lowered.up, *shared]
+            matrices = [*lowered.first, *shared]
             stage("norm_and_quantise", norm=own, matrices=matrices)
         stage("expert_gate_and_up", experts=index)
         stage("expert_down", experts=index, output="hidden" if is_plain else "branch")
@@ -568,8 +585,8 @@ def workspace_bytes(
 ) -> int:
     """About what steps of so many rows, one of which samples, work in; rope tables included."""
     mixers = {*spec.attentions.values()}
-    every = {layer.mixer for layer in spec.layers}
-    parts = [_row_sizes(part) for part in every]
+    states = {*spec.states.values()}
+    parts = [*map(_row_sizes, mixers), *map(_row_sizes, states)]
     projected, attended, latent = (max(sizes[i] for sizes in parts) for i in range(3))
     widest = max(spec.hidden_size, spec.ffn_size, attended, latent)
     branch = spec.hidden_size if _has_branch(spec) else 0
@@ -592,8 +609,10 @@ def _has_branch(spec: ModelSpec) -> bool:
     after = ((x.mixer_output_norm, x.feed_forward_output_norm) for x in spec.layers)
     is_normed = any(norm is not None for norms in after for norm in norms)
     is_parallel = any(layer.is_parallel for layer in spec.layers)
-    is_routed = any(isinstance(layer.feed_forward, Experts) for layer in spec.layers)
-    return is_normed or is_parallel or is_routed or spec.layer_inputs is not None
+    is_routed = any(isinstance(part, Experts) for part in spec.feed_forwards)
+    is_beside = any(layer.state_beside is not None for layer in spec.layers)
+    is_apart = is_normed or is_parallel or is_beside
+    return is_apart or is_routed or spec.layer_inputs is not None
 
 
 def _row_sizes(part: Attention | StateMixer) -> tuple[int, int, int]:

@@ -244,7 +244,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
 
 def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     for index, layer in enumerate(spec.layers):
-        feed = layer.feed_forward
+        feed = layer.feed
         if isinstance(feed, Experts):
             if feed.activation not in (Activation.SILU, Activation.CLAMPED_SWIGLU):
                 _refuse(spec, f"experts with the activation {feed.activation}")
@@ -382,8 +382,8 @@ class Loader:
             key_norm=head_norms[1],
             qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
             output=self._hidden(f"{prefix}attn_output"),
-            feed_forward=self._feed_forward(prefix, layer.feed_forward),
-            shared=self._shared(prefix, layer.feed_forward),
+            feed_forward=self._feed_forward(prefix, layer.feed),
+            shared=self._shared(prefix, layer.feed),
             sinks=sinks,
         )
 
@@ -398,8 +398,8 @@ class Loader:
             key_norm=None,
             qkv=None,
             output=None,
-            feed_forward=self._feed_forward(prefix, layer.feed_forward),
-            shared=self._shared(prefix, layer.feed_forward),
+            feed_forward=self._feed_forward(prefix, layer.feed),
+            shared=self._shared(prefix, layer.feed),
         )
 
     def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
