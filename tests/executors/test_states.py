@@ -40,6 +40,7 @@ SETTINGS = {
 }
 FEW = 7  # blocks
 PART = ("granitehybrid", "lfm2", "qwen35")  # one of each kind
+BESIDE = ("falcon-h1", "nemotron_h_moe")  # beside attention, and in layers of one half alone
 
 
 class PoisonedExecutor(ReferenceExecutor):
@@ -85,7 +86,7 @@ def alone(device: str, model: Model) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("case", PART)
+@pytest.mark.parametrize("case", [*PART, *BESIDE])
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_company_changes_no_bit(device: str, case: str, folder: Path) -> None:
     with load_model(write_drawn(case, folder / case)) as model:
@@ -107,11 +108,13 @@ def test_company_changes_no_bit(device: str, case: str, folder: Path) -> None:
         assert num_preemptions > 0
 
 
-def test_the_last_layer_may_keep_the_state(folder: Path) -> None:
-    """Rows that nobody asked for are dropped only behind it."""
-    with load_model(write_drawn("lfm2", folder / "lfm2")) as model:
-        assert model.spec.num_layers - 1 in model.spec.states
-        golden = np.load(DRAWN / "lfm2" / "golden.npz")
+@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "nemotron_h", "nemotron_h_moe"])
+def test_rows_that_nobody_asked_for_are_dropped_behind_the_last_state(
+    case: str, folder: Path
+) -> None:
+    """It may be in the last layer, beside attention, or before layers without any."""
+    with load_model(write_drawn(case, folder / case)) as model:
+        golden = np.load(DRAWN / case / "golden.npz")
         tokens = tuple(golden["tokens"].tolist())
         expected = golden["logits"].argmax(axis=1)
         for device in ("reference", "cpu"):

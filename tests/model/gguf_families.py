@@ -90,6 +90,10 @@ ARCHITECTURES = {
     "lfm2moe": "lfm2moe",
     "granitehybrid": "granitehybrid",
     "granitehybrid-dense": "granitehybrid",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h_moe",
+    "falcon-h1": "falcon-h1",
+    "falcon-h1-normed": "falcon-h1",
     "deepseek2": "deepseek2",
     "deepseek2-lite": "deepseek2",
     "kimi_k2": "deepseek2",
@@ -105,6 +109,8 @@ FUSED_GATE = {"phi3", "glm4", "chatglm"}
 WITH_PATTERN = {"olmo2", "exaone4", "exaone-moe", "gemma4"}
 WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
 DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
+NEMOTRONS = {"nemotron_h", "nemotron_h_moe"}  # whose layers are one half alone
+MAMBAS = {"granitehybrid", "falcon-h1", *NEMOTRONS}
 # It is called post_attention_norm.
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe", *DELTA_NETS}
 
@@ -147,6 +153,9 @@ def write_family(
         "general.architecture": architecture,
         "tokenizer.ggml.model": "none",  # which llama.cpp wants said
     }
+    if architecture == "falcon-h1":
+        tensors = _with_multipliers(config, model, tensors)
+        del own["embedding_scale"]
     if architecture == "apertus":
         fields |= _xielu(tensors, config["num_hidden_layers"])
     if architecture == "gemma4":
@@ -188,7 +197,7 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
     fields: dict[str, Field] = {
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
-        "block_count": config.get("num_hidden_layers") or config["num_layers"],
+        "block_count": _num_layers(config),
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config.get("num_key_value_heads") or heads,
@@ -220,6 +229,11 @@ def _fields(architecture: str, config: Config) -> dict[str, Field]:
         kinds = config["layer_types"]
         fields["attention.sliding_window_pattern"] = [kind != "full_attention" for kind in kinds]
     return fields | _expert_fields(config) | _OWN.get(architecture, _nothing)(config)
+
+
+def _num_layers(config: Config) -> int:
+    listed = len(config.get("layers_block_type", ()))
+    return int(config.get("num_hidden_layers") or config.get("num_layers") or listed)
 
 
 def _expert_fields(config: Config) -> dict[str, Field]:
@@ -427,20 +441,55 @@ def _lfm2(config: Config) -> dict[str, Field]:
     }
 
 
-def _granite_hybrid(config: Config) -> dict[str, Field]:
-    heads, shared = config["mamba_n_heads"], config["shared_intermediate_size"]
-    fields: dict[str, Field] = {
-        "attention.head_count_kv": _by_attention(config, config["num_key_value_heads"]),
-        "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+def _mamba(config: Config) -> dict[str, Field]:
+    heads = config["mamba_n_heads"]
+    return {
         "ssm.conv_kernel": config["mamba_d_conv"],
         "ssm.group_count": config["mamba_n_groups"],
         "ssm.inner_size": heads * config["mamba_d_head"],
         "ssm.state_size": config["mamba_d_state"],
         "ssm.time_step_rank": heads,
     }
+
+
+def _granite_hybrid(config: Config) -> dict[str, Field]:
+    shared = config["shared_intermediate_size"]
+    fields: dict[str, Field] = _mamba(config) | {
+        "attention.head_count_kv": _by_attention(config, config["num_key_value_heads"]),
+        "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+    }
     if config["num_local_experts"]:
         return fields | {"expert_shared_feed_forward_length": shared}
     return fields | {"feed_forward_length": shared}
+
+
+def _nemotron_h(config: Config) -> dict[str, Field]:
+    kinds = config["layers_block_type"]
+    size = config["moe_intermediate_size" if "moe" in kinds else "intermediate_size"]
+
+    def of(names: tuple[str, ...], value: int) -> list[int]:
+        return [value if kind in names else 0 for kind in kinds]
+
+    fields: dict[str, Field] = {
+        "attention.head_count_kv": of(("full_attention",), config["num_key_value_heads"]),
+        "attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        "feed_forward_length": of(("mlp", "moe"), size),
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.time_step_rank": config["mamba_num_heads"],
+    }
+    if "moe" not in kinds:
+        return fields | {"expert_count": 0, "expert_used_count": 0}
+    return fields | {
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config["n_group"],
+    }
 
 
 def _xielu(tensors: dict[str, Floats], num_layers: int) -> dict[str, Field]:
@@ -578,6 +627,8 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
     "granitehybrid": _granite_hybrid,
+    "falcon-h1": _mamba,
+    **dict.fromkeys(NEMOTRONS, _nemotron_h),
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan,
     "ernie4_5-moe": _ernie_moe,
@@ -680,6 +731,25 @@ def _joined_kv_b(tensors: dict[str, Floats]) -> dict[str, Floats]:
     return found
 
 
+def _with_multipliers(
+    config: Config, model: Model, tensors: dict[str, Floats]
+) -> dict[str, Floats]:
+    """Falcon-H1's multipliers as its converter has them: in the weights, none in the taps."""
+    scales = {name: tensors[name] for name in tensors if name.endswith(".scale")}
+    found = {name: weights for name, weights in tensors.items() if name not in scales}
+    for name, scale in scales.items():
+        found[name.replace(".scale", ".weight")] *= scale
+    found["token_embd.weight"] *= config["embedding_multiplier"]
+    found["output.weight"] *= config["lm_head_multiplier"]
+    for layer, part in model.spec.states.items():
+        sizes = (part.output_size, part.group_size, part.group_size)
+        factors = np.repeat(np.float32(config["ssm_multipliers"][1:4]), sizes)[:, None]
+        factors *= np.float32(config["ssm_in_multiplier"])
+        found[f"blk.{layer}.ssm_conv1d.weight"] /= factors
+        found[f"blk.{layer}.ssm_in.weight"] *= factors
+    return found
+
+
 _OF_LFM2 = {
     "output_norm": "token_embd_norm",
     "ssm_in": "shortconv.in_proj",
@@ -699,10 +769,11 @@ def _with_states(architecture: str, model: Model, tensors: dict[str, Floats]) ->
         }
         if architecture in DELTA_NETS:
             own = _delta_net_tensors(architecture, part, own)
-        elif architecture == "granitehybrid":
+        elif architecture in MAMBAS:
             names = [f"ssm_{name}.weight" for name in ("gate", "in", "alpha")]
             own["ssm_in.weight"] = np.concatenate([own.pop(name) for name in names])
-            own["ssm_norm.weight"] = own["ssm_norm.weight"].reshape(part.num_groups, -1)
+            if part.has_norm:
+                own["ssm_norm.weight"] = own["ssm_norm.weight"].reshape(part.num_groups, -1)
             own |= {name: own.pop(f"{name}.weight")[:, None] for name in ("ssm_a", "ssm_d")}
         found |= {prefix + name: weights for name, weights in own.items()}
     if architecture.startswith("lfm2"):
@@ -754,6 +825,10 @@ def _renamed(architecture: str, tensors: dict[str, Floats]) -> dict[str, Floats]
     if architecture == "falcon" and "blk.0.ffn_norm.weight" in tensors:
         found = {n.replace(".attn_norm.", ".attn_norm_2."): w for n, w in tensors.items()}
         return {n.replace(".ffn_norm.", ".attn_norm."): w for n, w in found.items()}
+    if architecture == "falcon-h1":  # a name without a suffix
+        return {n.replace(".ffn_norm.weight", ".ffn_norm"): w for n, w in tensors.items()}
+    if architecture in NEMOTRONS:
+        return {n.replace(".ffn_norm.", ".attn_norm."): w for n, w in tensors.items()}
     if architecture not in NORM_BEFORE_FEED:
         return tensors
     return {n.replace(".ffn_norm.", ".post_attention_norm."): w for n, w in tensors.items()}

@@ -99,6 +99,31 @@ MAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "shared_intermediate_size": 40,
 }
+FALCON_H1: dict[str, Any] = {
+    "head_dim": 16,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.4,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.6,
+    "key_multiplier": 1.3,
+    "mlp_multipliers": [0.9, 0.7],
+    "ssm_in_multiplier": 1.25,
+    "ssm_multipliers": [0.8, 0.7, 1.1, 0.9, 1.3],
+    "ssm_out_multiplier": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+NEMOTRON_H: dict[str, Any] = {
+    "num_hidden_layers": ...,  # it follows from the list
+    "head_dim": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+}
 GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
@@ -638,6 +663,41 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 0,
             "position_embedding_type": "rope",
             "mamba_n_groups": 2,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", FALCON_H1),
+    "falcon-h1-normed": (
+        "falcon_h1",
+        {
+            **FALCON_H1,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention"),
+                *("full_attention", "mlp", "full_attention", "mlp"),
+            ],
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention"),
+            ],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
         },
     ),
     "deepseek2-lite": (

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import StrEnum
 
 from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.metadata import Fields, Metadata
@@ -66,16 +67,21 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
     "apply_residual_connection_post_layernorm": (False,),
     "attention_chunk_size": (),
+    "attention_in_multiplier": (1.0,),
     "attention_k_eq_v": (False,),
     "attention_multiplier": (),
+    "attention_out_multiplier": (1.0,),
     "clip_qkv": (),
     "embedding_multiplier": (1.0,),
     "hidden_size_per_layer_input": (0,),
     "is_causal": (True,),
     "is_encoder_decoder": (False,),
+    "key_multiplier": (1.0,),
     "kv_lora_rank": (),
     "logit_scale": (1.0,),
     "logits_scaling": (1.0,),
+    "mlp_multipliers": ([1.0, 1.0],),
+    "moe_latent_size": (),
     "no_rope_layer_interval": (),
     "norm_head": (False,),
     "norm_softmax": (False,),
@@ -92,6 +98,9 @@ _NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "scale_attn_weights": (True,),
     "scale_depth": (),
     "sliding_window_pattern": (),
+    "ssm_in_multiplier": (1.0,),
+    "ssm_multipliers": ([1.0] * 5,),
+    "ssm_out_multiplier": (1.0,),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
     "use_bidirectional_attention": (False, "vision"),  # of pictures alone
@@ -245,7 +254,14 @@ def _one(value: object) -> object:
 
 
 def _spec(family: Family, fields: Fields) -> ModelSpec:
-    num_layers = fields.integer("num_hidden_layers", high=MAX_SIZES["num_layers"])
+    halves = _halves(fields) if family.has_single_halves else ()
+    num_layers = fields.integer(
+        "num_hidden_layers", len(halves) or None, high=MAX_SIZES["num_layers"]
+    )
+    if halves and len(halves) != num_layers:
+        raise ModelFileError(
+            f"{_FILE}: {len(halves)} layers are listed, num_hidden_layers is {num_layers}"
+        )
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
     norm = Norm(epsilon=fields.number(family.epsilon), kind=family.norm, has_bias=family.norm_bias)
     attention = _attention(family, fields, hidden_size, norm)
@@ -263,9 +279,10 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         ropes=_ropes(family, fields, (_rope_dims(attention), _rope_dims(sliding)), windows),
         windows=windows,
         num_positions=_context_length(family, fields) if family.has_positions else 0,
-        feed_forwards=_feed_forwards(family, fields, norm, num_layers),
+        feed_forwards=_feed_forwards(family, fields, norm, num_layers, halves),
         num_shared_kv=fields.integer("num_kv_shared_layers", 0, low=0, high=num_layers - 1),
-        states=_states(family, fields, hidden_size, norm, num_layers),
+        states=_states(family, fields, hidden_size, norm, num_layers, halves),
+        attends=tuple(half is Half.ATTENTION for half in halves),
         layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=_residual_scale(family, fields, num_layers),
         embedding_scale=fields.number("embedding_multiplier", 1.0),
@@ -273,6 +290,7 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         logit_soft_cap=fields.optional_number("final_logit_softcapping") or 0.0,
         tied_head=fields.boolean("tie_word_embeddings", False),
         head_bias=_says(family.head_bias, fields),
+        linear_scales=family.has_multipliers,
     )
     return describe(family, facts)
 
@@ -444,6 +462,36 @@ def _mscale(factor: float, scale: float) -> float:
 
 # ---- layers with a state
 
+
+class Half(StrEnum):
+    """Of a layer that is one half alone: its letter in a pattern."""
+
+    STATE = "M"
+    ATTENTION = "*"
+    DENSE = "-"
+    EXPERTS = "E"
+
+
+_HALVES = {
+    **dict.fromkeys(("mamba", "linear_attention"), Half.STATE),
+    **dict.fromkeys(("attention", "full_attention"), Half.ATTENTION),
+    "mlp": Half.DENSE,
+    "moe": Half.EXPERTS,
+}
+
+
+def _halves(fields: Fields) -> tuple[Half, ...]:
+    """Of each layer: a list of kinds, in both ages of config.json, or a string of letters."""
+    kinds, pattern = fields.get("layer_types"), fields.get("hybrid_override_pattern")
+    if kinds is None and isinstance(pattern, str):
+        if not {*pattern} <= {*Half} or not pattern:
+            raise fields.unsupported("hybrid_override_pattern", [*Half])
+        return tuple(Half(letter) for letter in pattern)
+    if not isinstance(kinds, list) or not kinds or not {*map(str, kinds)} <= _HALVES.keys():
+        raise fields.unsupported("layers_block_type", _HALVES)
+    return tuple(_HALVES[kind] for kind in kinds)
+
+
 # What files call layers, in both ages of config.json.
 _STATE_LAYERS = {
     StateKind.DELTA_NET: ("linear_attention",),
@@ -454,14 +502,22 @@ _ATTENTION_LAYERS = ("full_attention", "attention")
 
 
 def _states(
-    family: Family, fields: Fields, hidden_size: int, norm: Norm, num_layers: int
+    family: Family,
+    fields: Fields,
+    hidden_size: int,
+    norm: Norm,
+    num_layers: int,
+    halves: tuple[Half, ...],
 ) -> tuple[StateMixer | None, ...]:
     if family.state is None:
         return ()
-    has_state = _state_layers(family.state, fields, num_layers)
+    has_state = [half is Half.STATE for half in halves]
+    if family.has_state_beside:
+        has_state = [True] * num_layers
+    has_state = has_state or _state_layers(family.state, fields, num_layers)
     if not any(has_state):
         return ()
-    mixer = _state_mixer(family.state, fields, hidden_size, norm)
+    mixer = _state_mixer(family, family.state, fields, hidden_size, norm)
     return tuple(mixer if is_there else None for is_there in has_state)
 
 
@@ -484,7 +540,9 @@ def _state_layers(kind: StateKind, fields: Fields, num_layers: int) -> list[bool
     return [name in _STATE_LAYERS[kind] for name in kinds]
 
 
-def _state_mixer(kind: StateKind, fields: Fields, hidden_size: int, norm: Norm) -> StateMixer:
+def _state_mixer(
+    family: Family, kind: StateKind, fields: Fields, hidden_size: int, norm: Norm
+) -> StateMixer:
     limit, size_limit = MAX_SIZES["num_heads"], MAX_SIZES["head_dim"]
     if kind is StateKind.CONVOLUTION:
         fields.refuse({"conv_bias": (False,)})
@@ -493,8 +551,9 @@ def _state_mixer(kind: StateKind, fields: Fields, hidden_size: int, norm: Norm) 
             kernel=fields.integer("conv_L_cache", high=size_limit),
             value_dim=hidden_size,
         )
-    if fields.text("hidden_act") not in ("silu", "swish"):
-        raise fields.unsupported("hidden_act", ["silu"])
+    key = "hidden_act" if fields.get("mamba_hidden_act") is None else "mamba_hidden_act"
+    if fields.text(key) not in ("silu", "swish"):
+        raise fields.unsupported(key, ["silu"])
     if kind is StateKind.DELTA_NET:
         return StateMixer(
             kind=kind,
@@ -505,11 +564,17 @@ def _state_mixer(kind: StateKind, fields: Fields, hidden_size: int, norm: Norm) 
             value_dim=fields.integer("linear_value_head_dim", high=size_limit),
             norm_epsilon=norm.epsilon,
         )
-    fields.refuse({"mamba_proj_bias": (False,)})
+    fields.refuse(dict.fromkeys(("mamba_proj_bias", "projectors_bias", "use_bias"), (False,)))
     _refuse_time_steps(fields)
+    has_norm = _says(family.state_norm_if or True, fields)
+    if has_norm:
+        fields.refuse({"mamba_norm_before_gate": (False,)})
     num_heads = fields.integer("mamba_n_heads", high=limit)
-    head_dim = fields.integer("mamba_expand", high=size_limit) * hidden_size // num_heads
-    if fields.get("mamba_d_head") != "auto":
+    if fields.get("mamba_d_head") == "auto":
+        inner = fields.optional_integer("mamba_d_ssm", high=MAX_SIZES["ffn_size"])
+        inner = inner or fields.integer("mamba_expand", high=size_limit) * hidden_size
+        head_dim = inner // num_heads
+    else:
         head_dim = fields.integer("mamba_d_head", high=size_limit)
     return StateMixer(
         kind=kind,
@@ -519,6 +584,7 @@ def _state_mixer(kind: StateKind, fields: Fields, hidden_size: int, norm: Norm) 
         key_dim=fields.integer("mamba_d_state", high=size_limit),
         value_dim=head_dim,
         has_convolution_bias=fields.boolean("mamba_conv_bias", True),
+        has_norm=has_norm,
         norm_epsilon=norm.epsilon,
     )
 
@@ -538,8 +604,8 @@ def _refuse_time_steps(fields: Fields) -> None:
 
 
 def _feed_forwards(
-    family: Family, fields: Fields, norm: Norm, num_layers: int
-) -> tuple[Dense | Experts, ...]:
+    family: Family, fields: Fields, norm: Norm, num_layers: int, halves: tuple[Half, ...]
+) -> tuple[Dense | Experts | None, ...]:
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
     usual_size = family.dense_multiple * hidden_size or None
     dense = Dense(
@@ -550,9 +616,14 @@ def _feed_forwards(
         inner_norm=norm if family.sub_norms else None,
     )
     routing = family.routing
+    if halves:
+        kinds: dict[Half, Dense | Experts] = {Half.DENSE: dense}
+        if routing is not None and Half.EXPERTS in halves:
+            kinds[Half.EXPERTS] = _experts(routing, fields, dense)
+        return tuple(kinds.get(half) for half in halves)
     if routing is None or not _has_experts(routing, fields):
         return _widened(fields, dense, num_layers)
-    experts = _experts(routing, fields, dense.activation)
+    experts = _experts(routing, fields, dense)
     if routing.is_beside_dense:
         router = replace(experts.router, input_norm=_without_weights(norm))
         experts = replace(experts, router=router, beside=dense, beside_norm=norm)
@@ -602,7 +673,7 @@ def _activation(family: Family, fields: Fields) -> Activation:
     return Activation.GELU_TANH if is_legacy else found
 
 
-def _experts(routing: Routing, fields: Fields, activation: Activation) -> Experts:
+def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
     limit, size_limit = MAX_SIZES["num_experts"], MAX_SIZES["ffn_size"]
     names = ("num_local_experts", "num_experts", "n_routed_experts")
     count_key = next((name for name in names if fields.get(name) is not None), names[0])
@@ -638,10 +709,11 @@ def _experts(routing: Routing, fields: Fields, activation: Activation) -> Expert
             "top_k_experts" if fields.get("top_k_experts") else "num_experts_per_tok", high=limit
         ),
         size=size,
-        activation=routing.activation or activation,
+        activation=routing.activation or dense.activation,
         router=router,
+        is_gated=dense.is_gated,
         has_bias=routing.expert_bias,
-        shared=Dense(size=shared, activation=activation) if shared else None,
+        shared=dense.of_size(shared) if shared else None,
         has_shared_gate=routing.has_shared_gate,
     )
 

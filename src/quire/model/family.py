@@ -138,6 +138,9 @@ class Family:
     has_output_gate: bool = False
     has_latent: bool = False
     state: StateKind | None = None  # of the layers that keep one
+    has_single_halves: bool = False  # a layer is one half, which files list
+    has_state_beside: bool = False  # every layer keeps a state beside its attention
+    state_norm_if: str | None = None  # what states leave is normed only where this field says so
     windows: Windows = Windows.NONE
     full_every: int = 1  # 0: never
     ends_full: bool = False  # the last layer never has a window
@@ -170,6 +173,7 @@ class Family:
     dense_halved: bool = False  # files say the size of gate and up together
     dense_multiple: int = 0  # of the hidden size, where a file does not say it; 0: it must
     interleaved_in_config: bool = False  # safetensors' q and k rows are in interleaved rope order
+    has_multipliers: bool = False  # of linears, which have no biases then
     has_legacy_gelu: bool = False  # "gelu" means its approximation by tanh
     has_extra_layers: bool = False  # layers behind the last predict further tokens: left out
     norm_offset: float = 0.0  # what norm weights are stored less of
@@ -204,7 +208,7 @@ class Facts:
     attention: Attention
     ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
-    feed_forwards: tuple[Dense | Experts, ...]
+    feed_forwards: tuple[Dense | Experts | None, ...]
     residual_scale: float = 1.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -216,13 +220,13 @@ class Facts:
     sliding_attention: Attention | None = None  # of layers with a window; None: as others'
     num_shared_kv: int = 0  # so many layers at the end make no keys and values of their own
     states: tuple[StateMixer | None, ...] = ()  # of each layer; empty: no layer has one
+    attends: tuple[bool, ...] = ()  # of each layer; empty: all that keep no state do
     layer_inputs: LayerInputs | None = None
 
 
 def describe(family: Family, facts: Facts) -> ModelSpec:
     layers = tuple(
-        _layer(family, facts, _mixer(family, facts, index), feed)
-        for index, feed in enumerate(facts.feed_forwards)
+        _layer(family, facts, index, feed) for index, feed in enumerate(facts.feed_forwards)
     )
     root = math.sqrt(facts.hidden_size) if family.scales_embedding else 1.0
     scale = facts.logit_scale
@@ -245,10 +249,12 @@ def describe(family: Family, facts: Facts) -> ModelSpec:
     )
 
 
-def _mixer(family: Family, facts: Facts, index: int) -> Attention | StateMixer:
+def _mixer(family: Family, facts: Facts, index: int) -> Attention | StateMixer | None:
     state = facts.states[index] if facts.states else None
-    if state is not None:
+    if state is not None and not family.has_state_beside:
         return state
+    if facts.attends and not facts.attends[index]:
+        return None
     rope, window = facts.ropes[index], facts.windows[index]
     attention = facts.attention
     if window is not None and facts.sliding_attention is not None:
@@ -274,20 +280,19 @@ def _kv_layer(facts: Facts, index: int) -> int | None:
     return max(layer for layer, found in enumerate(is_alike) if found)
 
 
-def _layer(
-    family: Family, facts: Facts, mixer: Attention | StateMixer, feed: Dense | Experts
-) -> Layer:
-    placement = family.placement
+def _layer(family: Family, facts: Facts, index: int, feed: Dense | Experts | None) -> Layer:
+    placement, mixer = family.placement, _mixer(family, facts, index)
     before = facts.norm if placement is not Placement.AFTER else None
     after = facts.norm if placement in (Placement.AROUND, Placement.AFTER) else None
     is_parallel = placement in (Placement.PARALLEL, Placement.PARALLEL_EACH)
     return Layer(
         mixer=mixer,
         feed_forward=feed,
-        mixer_norm=before,
-        mixer_output_norm=after,
-        feed_forward_norm=None if placement is Placement.PARALLEL else before,
-        feed_forward_output_norm=after,
+        state_beside=facts.states[index] if family.has_state_beside else None,
+        mixer_norm=None if mixer is None else before,
+        mixer_output_norm=None if mixer is None else after,
+        feed_forward_norm=None if feed is None or placement is Placement.PARALLEL else before,
+        feed_forward_output_norm=None if feed is None else after,
         is_parallel=is_parallel,
         residual_scale=facts.residual_scale,
         has_output_scale=family.has_output_scale,

@@ -160,8 +160,11 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
     hidden_size = fields.integer("embedding_length", high=MAX_SIZES["hidden_size"])
     num_layers = num_decoder_layers(fields)
     norm = _norm(family, fields)
-    states = _states(family, fields, tensors, hidden_size, num_layers)
-    attention = _attention(family, fields, tensors, hidden_size, states)
+    feeds = _fed_layers(family, fields, num_layers)
+    states = _states(family, fields, tensors, hidden_size, feeds)
+    attends = _attending_layers(family, feeds, states)
+    first = attends.index(True) if any(attends) else 0
+    attention = _attention(family, fields, tensors, hidden_size, first)
     windows = _windows(family, fields, num_layers)
     sliding = attention
     if _KEY_LENGTH_SWA in family.gguf_reads:
@@ -177,12 +180,13 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         attention=attention,
         ropes=_ropes(family, fields, tensors, rope_dims, windows),
         windows=windows,
-        feed_forwards=_feed_forwards(family, fields, tensors, norm, num_layers),
+        feed_forwards=_feed_forwards(family, fields, tensors, norm, feeds),
         sliding_attention=sliding,
         num_shared_kv=fields.integer(
             "attention.shared_kv_layers", 0, low=0, high=max(0, num_layers - 1)
         ),
         states=states,
+        attends=attends,
         layer_inputs=_layer_inputs(family, fields, norm),
         residual_scale=fields.number("residual_scale", 1.0) or 1.0,
         embedding_scale=fields.number("embedding_scale", 1.0) or 1.0,
@@ -236,7 +240,7 @@ def _attention(
     fields: Fields,
     tensors: Mapping[str, Tensor],
     hidden_size: int,
-    states: tuple[StateMixer | None, ...],
+    first: int,  # layer that attends
 ) -> Attention:
     limit, num_layers = MAX_SIZES["num_heads"], num_decoder_layers(fields)
     num_heads = _by_layer(family, fields, "attention.head_count", None, limit)[0]
@@ -244,7 +248,6 @@ def _attention(
     if family.has_latent:
         return _latent_attention(family, fields, num_heads, hidden_size, norm)
     limit = MAX_SIZES["num_kv_heads"]
-    first = next((layer for layer, state in enumerate(states) if state is None), 0)
     has_bias = any(f"blk.{first}.{name}.bias" in tensors for name in ("attn_q", "attn_qkv"))
     scale = fields.number("attention.scale", 0.0)
     if not scale and num_layers in family.gguf_hidden_scale_at:
@@ -295,18 +298,47 @@ def _states(
     fields: Fields,
     tensors: Mapping[str, Tensor],
     hidden_size: int,
-    num_layers: int,
+    feeds: tuple[bool, ...],
 ) -> tuple[StateMixer | None, ...]:
     if family.state is None:
         return ()
-    has_state = _state_layers(fields, num_layers)
+    has_state = [True] * len(feeds)
+    if not family.has_state_beside:
+        has_state = _state_layers(fields, len(feeds))
+    if family.has_single_halves:
+        has_state = [is_there and not fed for is_there, fed in zip(has_state, feeds, strict=True)]
     if not any(has_state):
         return ()
     mixer = _state_mixer(family, fields, hidden_size)
     first = has_state.index(True)
-    has_bias = f"blk.{first}.ssm_conv1d.bias" in tensors
-    mixer = replace(mixer, has_convolution_bias=has_bias)
+    mixer = replace(
+        mixer,
+        has_convolution_bias=f"blk.{first}.ssm_conv1d.bias" in tensors,
+        has_norm=family.state_norm_if is None or f"blk.{first}.ssm_norm.weight" in tensors,
+    )
     return tuple(mixer if is_there else None for is_there in has_state)
+
+
+def _fed_layers(family: Family, fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Those with a feed-forward: where layers are one half alone, those that have its size."""
+    if not family.has_single_halves:
+        return (True,) * num_layers
+    sizes = fields.integers("feed_forward_length")
+    if len(sizes) < num_layers:
+        raise fields.unsupported("feed_forward_length", ["a number for each layer"])
+    return tuple(size > 0 for size in sizes[:num_layers])
+
+
+def _attending_layers(
+    family: Family, feeds: tuple[bool, ...], states: tuple[StateMixer | None, ...]
+) -> tuple[bool, ...]:
+    if family.has_state_beside:
+        return (True,) * len(feeds)
+    others = states or (None,) * len(feeds)
+    return tuple(
+        state is None and not (family.has_single_halves and fed)
+        for state, fed in zip(others, feeds, strict=True)
+    )
 
 
 def _state_layers(fields: Fields, num_layers: int) -> list[bool]:
@@ -472,9 +504,14 @@ def _windows(family: Family, fields: Fields, num_layers: int) -> tuple[int | Non
 
 
 def _feed_forwards(
-    family: Family, fields: Fields, tensors: Mapping[str, Tensor], norm: Norm, num_layers: int
-) -> tuple[Dense | Experts, ...]:
-    limit = MAX_SIZES["num_layers"]
+    family: Family,
+    fields: Fields,
+    tensors: Mapping[str, Tensor],
+    norm: Norm,
+    feeds: tuple[bool, ...],
+) -> tuple[Dense | Experts | None, ...]:
+    limit, num_layers = MAX_SIZES["num_layers"], len(feeds)
+    first_fed = feeds.index(True) if any(feeds) else 0
     sizes = _dense_sizes(family, fields)
     if family.dense_halved:
         sizes = tuple(size // 2 for size in sizes)
@@ -482,14 +519,17 @@ def _feed_forwards(
         size=sizes[0],
         activation=family.gguf_activation,
         is_gated=family.is_gated,
-        has_bias="blk.0.ffn_up.bias" in tensors,
+        has_bias=f"blk.{first_fed}.ffn_up.bias" in tensors,
         inner_norm=norm if family.sub_norms else None,
     )
     count = fields.get("expert_count")
     has_experts = isinstance(count, int) and count > 0
     if family.routing is None or (family.routing.is_there_if and not has_experts):
         every = sizes * num_layers if len(sizes) == 1 else sizes
-        return tuple(replace(dense, size=size) for size in every)
+        return tuple(
+            replace(dense, size=size) if is_fed else None
+            for size, is_fed in zip(every, feeds, strict=True)
+        )
     experts = _experts(family.routing, fields, tensors, dense)
     if family.routing.is_beside_dense:
         router = replace(experts.router, input_norm=_without_weights(norm))
@@ -497,8 +537,8 @@ def _feed_forwards(
     first = fields.integer("leading_dense_block_count", 0, low=0, high=limit)
     step = fields.integer("interleave_moe_layer_step", 1, high=limit)
     return tuple(
-        experts if layer >= first and (layer + 1) % step == 0 else dense
-        for layer in range(num_layers)
+        None if not is_fed else experts if layer >= first and (layer + 1) % step == 0 else dense
+        for layer, is_fed in enumerate(feeds)
     )
 
 
@@ -538,8 +578,9 @@ def _experts(
         size=size,
         activation=routing.activation or dense.activation,
         router=router,
+        is_gated=dense.is_gated,
         has_bias=routing.expert_bias,
-        shared=Dense(size=shared, activation=dense.activation) if shared else None,
+        shared=dense.of_size(shared) if shared else None,
         has_shared_gate=routing.has_shared_gate,
     )
 

@@ -23,6 +23,7 @@ from quire.model.config_spec import config_family, spec_from_config
 from quire.model.dummy import DummyModel
 from quire.model.families import WITH_SENSES
 from quire.model.gguf_spec import gguf_family, spec_from_gguf
+from quire.model.multipliers import multiplied
 from quire.model.quant_mixes import MIXES
 from quire.model.quantised import linears_joined
 from quire.model.spec import Activation, ModelSpec, check_tensors, tensor_shapes
@@ -107,6 +108,8 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
         if has_senses and "output.weight" not in tensors and _may_be_tied(source.config):
             spec = replace(spec, tied_head=True)
     tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
+    if spec.linear_scales and isinstance(source, SafetensorsFolder):
+        tensors = multiplied(spec, source.whole_config, tensors)
     if spec.tied_head:
         tensors.pop("output.weight", None)  # some files keep a copy of the tied matrix
     tensors = _without_zero_biases(spec, tensors)

@@ -26,7 +26,7 @@ from quire.quant.formats import format_named
 
 # ---- names: ours are GGUF's, and these tables give Hugging Face's in ours
 
-_EMBEDDINGS = ("embed_in", "tok_embeddings", "wte", "word_embeddings")
+_EMBEDDINGS = ("embed_in", "embeddings", "tok_embeddings", "wte", "word_embeddings")
 _OUTSIDE_LAYERS = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
@@ -96,10 +96,10 @@ _IN_LAYERS = {
     "linear_attn.in_proj_a": "ssm_alpha",
     "linear_attn.in_proj_b": "ssm_beta",
     "linear_attn.in_proj_ba": "ssm_ba",
-    "mamba.in_proj": "ssm_in",
+    **{f"{module}.in_proj": "ssm_in" for module in ("mamba", "mixer")},
     **{
         f"{module}.{theirs}": ours
-        for module in ("linear_attn", "mamba")
+        for module in ("linear_attn", "mamba", "mixer")
         for theirs, ours in (
             ("conv1d", "ssm_conv1d"),
             ("norm", "ssm_norm"),
@@ -131,9 +131,11 @@ _WHOLE_IN_LAYERS = {
     "block_sparse_moe.e_score_correction_bias": "exp_probs_b.bias",
     "mlp.moe_statics.e_score_correction_bias": "exp_probs_b.bias",  # Ernie's
     "feed_forward.expert_bias": "exp_probs_b.bias",
+    "mixer.gate.e_score_correction_bias": "exp_probs_b.bias",
+    **{f"mixer.experts.{name}_proj": f"ffn_{name}_exps.weight" for name in ("up", "down")},
     **{
         f"{module}.{theirs}": ours
-        for module in ("linear_attn", "mamba")
+        for module in ("linear_attn", "mamba", "mixer")
         for theirs, ours in (
             ("A_log", "ssm_a_log.weight"),
             ("D", "ssm_d.weight"),
@@ -170,15 +172,17 @@ _STACKED = re.compile(r"(blk\.\d+\.(?:ffn_\w+_exps|attn_[qk]_norm))\.(\d+)\.weig
 _XIELU = re.compile(r"(blk\.\d+\.ffn_xielu)\.(alpha_p|alpha_n|beta|eps)", re.ASCII)
 _XIELU_DEFAULTS = {"beta": 0.5, "eps": -1e-6}
 _IN_OUR_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,3})\.([\w.]+)\.(\w+)", re.ASCII)
-_BARE_IN_GGUF = re.compile(r"blk\.[0-9]{1,4}\.ssm_[ad]", re.ASCII)  # names without a suffix
+_BARE_IN_GGUF = re.compile(
+    r"blk\.[0-9]{1,4}\.(ssm_[ad]|ffn_norm)", re.ASCII
+)  # names without a suffix
 _PREFIX = re.compile(
-    r"(language_model\.)?((model|gpt_neox|transformer)\.)?((language|text)_model\.)?"
+    r"(language_model\.)?((model|gpt_neox|transformer)\.)?(backbone\.)?((language|text)_model\.)?"
 )
 _LAYER = re.compile(r"(?:layers|h|blocks)\.(0|[1-9][0-9]{0,3})\.(.+)")
 _PART = re.compile(r"(.+)\.(weight|bias|weight_scale)")
 _HEAD_NORM = re.compile(r"self_attn\.([qk])_layernorm\.norms\.(0|[1-9][0-9]{0,4})\.weight")
 _EXPERT = re.compile(
-    r"(?:mlp|block_sparse_moe|feed_forward)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight"
+    r"(?:mlp|block_sparse_moe|feed_forward|mixer)\.experts\.(0|[1-9][0-9]{0,4})\.(\w+)\.weight"
 )
 
 # What predicts further tokens, where it is not a layer behind the last.
@@ -420,10 +424,10 @@ Floats = npt.NDArray[np.float32]
 
 
 def _with_offset(tensor: Tensor, offset: float) -> Tensor:
-    return _computed(tensor.name, tensor, lambda x: x + np.float32(offset))
+    return computed(tensor.name, tensor, lambda x: x + np.float32(offset))
 
 
-def _computed(name: str, tensor: Tensor, function: Callable[[Floats], Floats]) -> Tensor:
+def computed(name: str, tensor: Tensor, function: Callable[[Floats], Floats]) -> Tensor:
     """A function of a tensor's floats, as F32."""
     source = Slabs(
         1,
@@ -534,10 +538,12 @@ def _parts(family: Family, spec: ModelSpec, tensor: Tensor, is_gguf: bool) -> It
     assert inside is not None
     index, stem, suffix = inside.groups()
     prefix, layer = f"blk.{index}.", spec.layers[int(index)]
-    state = layer.mixer if isinstance(layer.mixer, StateMixer) else None
+    state = layer.state
     part = layer.mixer if isinstance(layer.mixer, Attention) else None
     match stem:
-        case _ if state is not None and stem in _OF_STATES:
+        case "attn_norm" if layer.mixer is None:  # files have one name for norms before any half
+            yield replace(tensor, name=f"{prefix}ffn_norm.{suffix}")
+        case _ if state is not None and _is_of_state(stem, part):
             yield from _state_parts(tensor, prefix, stem, suffix, state)
         case "attn_qkv" if part is not None and family.grouped_qkv and not is_gguf:
             yield from _divided_groups(tensor, prefix, suffix, part)
@@ -616,11 +622,13 @@ def _divided_in_turns(
 
 
 _OF_STATES = frozenset(
-    {
-        *("attn_qkv", "attn_gate", "ssm_in", "ssm_ba", "ssm_conv1d", "ssm_norm"),
-        *("ssm_a", "ssm_a_log", "ssm_d"),
-    }
+    {"ssm_in", "ssm_ba", "ssm_conv1d", "ssm_norm", "ssm_a", "ssm_a_log", "ssm_d"}
 )
+_NAMED_AS_ATTENTION = frozenset({"attn_qkv", "attn_gate"})  # of DeltaNets in GGUF
+
+
+def _is_of_state(stem: str, beside: Attention | None) -> bool:
+    return stem in _OF_STATES or (beside is None and stem in _NAMED_AS_ATTENTION)
 
 
 def _state_parts(
@@ -654,7 +662,7 @@ def _state_parts(
         case "ssm_conv1d" if len(tensor.shape) == 3 and tensor.shape[1] == 1:
             yield replace(tensor, shape=(tensor.shape[0], tensor.shape[2]))
         case "ssm_a_log":
-            yield _computed(f"{prefix}ssm_a.weight", tensor, lambda x: -np.exp(x))
+            yield computed(f"{prefix}ssm_a.weight", tensor, lambda x: -np.exp(x))
         case "ssm_a" | "ssm_d" | "ssm_norm":
             yield replace(tensor, shape=(math.prod(tensor.shape),))  # files may have two dimensions
         case _:
