@@ -529,12 +529,17 @@ PUBLISHED = {
     "deepseek-v2-lite": 15.7,
     "deepseek-v3": 671.0,
     "exaone4-32b": 32.0,
+    "falcon-h1-0.5b": 0.521,
+    "falcon-h1-7b": 7.59,
     "gemma-3-4b": 3.88,
     "glm-4.5-air": 106.9,
     "gpt-oss-20b": 20.9,
     "granite-3.3-8b": 8.17,
     "llama4-scout": 107.8,
     "mixtral-8x7b": 46.7,
+    "nemotron-3-nano": 31.6,
+    "nemotron-h-8b": 8.10,
+    "nemotron-nano-9b-v2": 8.89,
     "phi-4-mini": 3.84,
     "qwen3-30b-a3b": 30.5,
 }
@@ -545,6 +550,54 @@ def test_configs_with_the_fields_of_published_models_have_their_weights(name: st
     config = json.loads((FIXTURES / "published-configs.json").read_text())[name]
     weights = sum(math.prod(shape) for shape in tensor_shapes(spec_from_config(config)).values())
     assert weights / 1e9 == pytest.approx(PUBLISHED[name], rel=3e-3)
+
+
+def test_nemotrons_layers_are_listed_or_letters() -> None:
+    config = drawn_config("nemotron_h")
+    listed = spec_from_config(config)
+    names = {"linear_attention": "mamba", "full_attention": "attention"}
+    older = [names.get(kind, kind) for kind in config["layers_block_type"]]
+    assert spec_from_config({**config, "layers_block_type": older}) == listed
+    pattern = {**config, "layers_block_type": None, "hybrid_override_pattern": "M-M*-*-"}
+    assert spec_from_config({**pattern, "num_hidden_layers": 7}) == listed
+    with pytest.raises(ModelFileError, match="7 layers are listed, num_hidden_layers is 8"):
+        spec_from_config({**pattern, "num_hidden_layers": 8})
+    other = {**pattern, "hybrid_override_pattern": "M-M*E-*", "n_routed_experts": 4}
+    assert isinstance(spec_from_config(other).layers[4].feed_forward, Experts)
+    for key, value in (
+        ("hybrid_override_pattern", "M-X*"),
+        ("hybrid_override_pattern", ""),
+        ("layer_types", ["mamba", "conv"]),
+        ("layer_types", []),
+        ("moe_latent_size", 1024),
+        ("use_bias", True),
+        ("mamba_hidden_act", "gelu"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{key} = .* is not supported"):
+            spec_from_config({**pattern, key: value})
+    with pytest.raises(UnsupportedModelError, match="without any attention"):
+        spec_from_config({**pattern, "hybrid_override_pattern": "M-M-"})
+
+
+def test_falcon_h1_norms_what_its_states_leave_where_its_file_says_so() -> None:
+    config = drawn_config("falcon-h1")
+    found = [spec_from_config({**config, "mamba_norm_before_gate": x}) for x in (True, False)]
+    assert found[0] == found[1] and not found[0].states[0].has_norm
+    normed = {**config, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+    assert spec_from_config(normed).states[3].has_norm
+    automatic = {**config, "mamba_d_head": "auto"}
+    assert spec_from_config(automatic) == found[0]
+    assert spec_from_config({**automatic, "mamba_d_ssm": None}) == found[0]
+    for key, value in (
+        ("mamba_norm_before_gate", True),
+        ("projectors_bias", True),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+    ):
+        with pytest.raises(UnsupportedModelError, match=f"{key} = True is not supported"):
+            spec_from_config({**normed, key: value})
+    with pytest.raises(UnsupportedModelError, match="key_multiplier = 0.5 is not supported"):
+        spec(key_multiplier=0.5)
 
 
 def test_lings_second_models_have_the_type_of_its_first() -> None:

@@ -320,3 +320,34 @@ def test_llama4_of_128_experts_has_no_norms_of_queries_and_keys() -> None:
     )
     with pytest.raises(UnsupportedModelError, match=r"attention\.sliding_window = 0"):
         spec("llama4", **EXPERTS, **{"attention.sliding_window": 0})
+
+
+def test_halves_of_nemotrons_layers_are_told_by_their_sizes() -> None:
+    sizes: dict[str, object] = {
+        "block_count": 5,
+        "attention.head_count_kv": np.array([0, 0, 2, 0, 2]),
+        "feed_forward_length": np.array([0, 96, 0, 0, 96]),
+        "ssm.conv_kernel": 4,
+        "ssm.group_count": 2,
+        "ssm.inner_size": 96,
+        "ssm.state_size": 8,
+        "ssm.time_step_rank": 6,
+        "nextn_predict_layers": 1,  # the last layer, which is left out
+    }
+    names = ("blk.1.ffn_up.bias", "blk.2.attn_output.bias", "blk.0.ssm_conv1d.bias")
+    tensors = {**EMBEDDING, **zeros({name: (1,) for name in names})}
+    found = spec("nemotron_h", tensors, **sizes)
+    assert [*found.states] == [0, 3] and [*found.attentions] == [2]
+    assert [layer.feed_forward is not None for layer in found.layers] == [False, True] + [False] * 2
+    assert found.layers[1].feed.has_bias and found.attention.output_bias
+    assert found.states[3].has_convolution_bias and found.attention.rope is None
+    routed = {**EXPERTS, "expert_shared_feed_forward_length": 40}
+    mixed = spec("nemotron_h_moe", **sizes, **routed).layers[1].feed_forward
+    assert isinstance(mixed, Experts) and not mixed.is_gated and mixed.shared is not None
+    assert mixed.router.scoring is Scoring.SIGMOID and not mixed.shared.is_gated
+    with pytest.raises(UnsupportedModelError, match=r"moe_latent_size = 16 is not supported"):
+        spec("nemotron_h_moe", **sizes, **routed, moe_latent_size=16)
+    for key in ("feed_forward_length", "attention.head_count_kv"):
+        few = {**sizes, key: np.array([2, 0, 2])}
+        with pytest.raises(UnsupportedModelError, match=rf"{key} = .* a number for each layer"):
+            spec("nemotron_h", **few)

@@ -343,6 +343,8 @@ def _attention(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> 
     fields.refuse({"attn_output_gate": (family.has_output_gate,)})
     if family.has_latent:
         return _latent_attention(fields, num_heads, head_dim)
+    if family.has_multipliers:
+        fields.refuse({"attention_bias": (False,), "mlp_bias": (False,)})
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, high=limit)
     return Attention(
         num_heads=num_heads,
@@ -488,7 +490,7 @@ def _halves(fields: Fields) -> tuple[Half, ...]:
             raise fields.unsupported("hybrid_override_pattern", [*Half])
         return tuple(Half(letter) for letter in pattern)
     if not isinstance(kinds, list) or not kinds or not {*map(str, kinds)} <= _HALVES.keys():
-        raise fields.unsupported("layers_block_type", _HALVES)
+        raise fields.unsupported("layer_types", _HALVES)
     return tuple(_HALVES[kind] for kind in kinds)
 
 
