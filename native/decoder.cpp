@@ -170,7 +170,7 @@ int64_t Decoder::output_size(const Stage& stage) const {
       const AttentionShape& shape = attention_shape(stage.layer);
       return int64_t{shape.num_heads} * shape.value_dim;
     }
-    case Stage::expert_down: return shape_.hidden_size;
+    case Stage::expert_down: return rows_of(experts_[static_cast<size_t>(stage.experts)].down);
     case Stage::convolve:
     case Stage::recur: return state_of(stage).output_size();
     default: return 0;

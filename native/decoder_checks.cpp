@@ -168,9 +168,11 @@ void Decoder::check_routed(const Stage& stage) const {
       stage.kind == Stage::expert_down ? Stage::expert_gate_and_up : Stage::route;
   expect(last != stages_.rend() && last->kind == before && last->experts == stage.experts,
          "a routed feed-forward is route, expert_gate_and_up and expert_down, in this order");
-  expect(stage.kind != Stage::expert_down || stage.output == RowKind::hidden ||
-             stage.output == RowKind::branch,
-         "the sum over experts must be of hidden states");
+  if (stage.kind != Stage::expert_down) return;
+  const bool is_hidden =
+      rows_of(experts_[static_cast<size_t>(stage.experts)].down) == shape_.hidden_size;
+  expect(stage.output == RowKind::branch || (stage.output == RowKind::hidden && is_hidden),
+         "the sum over experts must be of hidden states, or the branch");
 }
 
 void Decoder::check_stack(const char* what, int index, int count, int64_t out_size,
@@ -185,13 +187,13 @@ void Decoder::check_experts(const Experts& experts) const {
       expect_matrix("a router", experts.router, routing.count + (experts.has_shared_gate ? 1 : 0),
                     shape_.hidden_size);
   expect(router.activations == ActivationFormat::floats, "a router's weights must be floats");
-  const int64_t size = rows_of(experts.up);
-  if (experts.gate >= 0)
-    check_stack("experts' gates", experts.gate, routing.count, size, shape_.hidden_size);
+  // Experts take hidden states, or a projection of them.
+  const int64_t size = rows_of(experts.up), width = matrix(experts.up).in_size;
+  if (experts.gate >= 0) check_stack("experts' gates", experts.gate, routing.count, size, width);
   expect(experts.gate >= 0 || experts.activation != Gate::clamped_swiglu,
          "clamped_swiglu must have a gate");
-  check_stack("experts' up projections", experts.up, routing.count, size, shape_.hidden_size);
-  check_stack("experts' down projections", experts.down, routing.count, shape_.hidden_size, size);
+  check_stack("experts' up projections", experts.up, routing.count, size, width);
+  check_stack("experts' down projections", experts.down, routing.count, width, size);
   if (experts.choice_bias >= 0)
     expect_vector("a bias of the choice", experts.choice_bias, routing.count);
   if (experts.factors >= 0) expect_vector("experts' factors", experts.factors, routing.count);

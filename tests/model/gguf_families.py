@@ -92,6 +92,7 @@ ARCHITECTURES = {
     "granitehybrid-dense": "granitehybrid",
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h_moe",
+    "nemotron_h_moe-latent": "nemotron_h_moe",
     "falcon-h1": "falcon-h1",
     "falcon-h1-normed": "falcon-h1",
     "deepseek2": "deepseek2",
@@ -489,6 +490,7 @@ def _nemotron_h(config: Config) -> dict[str, Field]:
         "expert_weights_norm": config["norm_topk_prob"],
         "expert_weights_scale": config["routed_scaling_factor"],
         "expert_group_count": config["n_group"],
+        **({"moe_latent_size": config["moe_latent_size"]} if config["moe_latent_size"] else {}),
     }
 
 

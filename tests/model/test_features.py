@@ -119,6 +119,7 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.EXPERTS: second(feed_forward=EXPERTS),
     Feature.EXPERT_BIASES: routed(has_bias=True),
     Feature.UNGATED_EXPERTS: routed(is_gated=False),
+    Feature.LATENT_EXPERTS: routed(latent_size=4),
     Feature.SHARED_EXPERT: routed(shared=Dense(size=4, activation=Activation.SILU)),
     Feature.SIGMOID_ROUTER: routed(router=Router(scoring=Scoring.SIGMOID)),
     Feature.SPARSE_MIXER: routed(router=Router(scoring=Scoring.SPARSE_MIXER)),
@@ -142,6 +143,7 @@ OF_SECOND_LAYER = {
     *(Feature.OUTPUT_SCALE, Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT),
     *(Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE),
     *(Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER, Feature.UNGATED_EXPERTS),
+    Feature.LATENT_EXPERTS,
     *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
     *(Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS),
 }

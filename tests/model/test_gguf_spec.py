@@ -1,6 +1,7 @@
 """From GGUF metadata to specs: what is read, what is refused, and how the refusal is worded."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -335,7 +336,7 @@ def test_halves_of_nemotrons_layers_are_told_by_their_sizes() -> None:
         "nextn_predict_layers": 1,  # the last layer, which is left out
     }
     names = ("blk.1.ffn_up.bias", "blk.2.attn_output.bias", "blk.0.ssm_conv1d.bias")
-    tensors = {**EMBEDDING, **zeros({name: (1,) for name in names})}
+    tensors = {**EMBEDDING, **zeros(dict.fromkeys(names, (1,)))}
     found = spec("nemotron_h", tensors, **sizes)
     assert [*found.states] == [0, 3] and [*found.attentions] == [2]
     assert [layer.feed_forward is not None for layer in found.layers] == [False, True] + [False] * 2
@@ -345,8 +346,10 @@ def test_halves_of_nemotrons_layers_are_told_by_their_sizes() -> None:
     mixed = spec("nemotron_h_moe", **sizes, **routed).layers[1].feed_forward
     assert isinstance(mixed, Experts) and not mixed.is_gated and mixed.shared is not None
     assert mixed.router.scoring is Scoring.SIGMOID and not mixed.shared.is_gated
+    latent = spec("nemotron_h_moe", **sizes, **routed, moe_latent_size=16).layers[1].feed
+    assert latent == replace(mixed, latent_size=16)
     with pytest.raises(UnsupportedModelError, match=r"moe_latent_size = 16 is not supported"):
-        spec("nemotron_h_moe", **sizes, **routed, moe_latent_size=16)
+        spec(moe_latent_size=16)
     for key in ("feed_forward_length", "attention.head_count_kv"):
         few = {**sizes, key: np.array([2, 0, 2])}
         with pytest.raises(UnsupportedModelError, match=rf"{key} = .* a number for each layer"):

@@ -42,14 +42,15 @@ def scales(model: Model) -> dict[str, float]:
 
 
 def test_multipliers_are_scales_of_linears_and_of_taps(tmp_path: Path) -> None:
-    with loaded(tmp_path / "some") as model, loaded(tmp_path / "none", ssm_multipliers=None) as bare:
+    with (
+        loaded(tmp_path / "some") as model,
+        loaded(tmp_path / "none", ssm_multipliers=None) as bare,
+    ):
         assert scales(model) == pytest.approx(WHOLE)
         assert model.spec.embedding_scale == 3.0 and model.spec.logit_scale == 0.4
-        taps, others = (
-            x.tensors["blk.3.ssm_conv1d.weight"].to_float32() for x in (model, bare)
-        )
+        taps, others = (x.tensors["blk.3.ssm_conv1d.weight"].to_float32() for x in (model, bare))
         factors = [0.7] * 96 + [1.1] * 8 + [0.9] * 8  # of values, keys and queries
-        np.testing.assert_allclose(taps, others * np.float32(factors)[:, None], rtol=1e-6)
+        np.testing.assert_allclose(taps, others * np.array(factors, np.float32)[:, None], rtol=1e-6)
 
 
 def test_multipliers_that_a_file_leaves_out_are_one(tmp_path: Path) -> None:

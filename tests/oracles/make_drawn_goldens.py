@@ -700,6 +700,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 2.5,
         },
     ),
+    "nemotron_h_moe-latent": (
+        "nemotron_h",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_latent_size": 24,
+            "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 5.0,
+        },
+    ),
     "deepseek2-lite": (
         "deepseek_v2",
         {

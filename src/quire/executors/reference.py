@@ -742,6 +742,8 @@ class _Experts:
         self._choice_bias = weights.get("exp_probs_b.bias")
         self._up, self._down = (weights.linears(f"ffn_{x}_exps") for x in ("up", "down"))
         self._gate = weights.linears("ffn_gate_exps") if part.is_gated else None
+        names = [] if part.latent_size is None else ["ffn_latent_down", "ffn_latent_up"]
+        self._latent = [weights.linear(name) for name in names]
         self._shared = None if part.shared is None else _Dense(part.shared, weights, "_shexp")
         gate = weights.get("ffn_gate_inp_shexp.weight")
         self._shared_gate = None if gate is None else Linear(gate[None])
@@ -770,9 +772,10 @@ class _Experts:
         chosen, shares = route(part, self._logits(seen), self._choice_bias)
         if self._scales[1] is not None:
             shares = shares * self._scales[1][chosen]
-        total = np.zeros(len(x), np.float32)
+        taken = self._latent[0](x) if self._latent else x
+        total = np.zeros(len(taken), np.float32)
         for expert, share in zip(chosen, shares, strict=True):
-            entering = x * share if part.router.weighs_input else x
+            entering = taken * share if part.router.weighs_input else taken
             product = self._up[expert](entering)
             if self._gate is None:
                 product = _ACTIVATIONS[part.activation](product)
@@ -780,6 +783,7 @@ class _Experts:
                 product = gated(part.activation, self._gate[expert](entering), product)
             made = self._down[expert](product)
             total = total + (made if part.router.weighs_input else made * share)
+        total = self._latent[1](total) if self._latent else total
         if self._shared is None:
             return total
         shared = self._shared(x)

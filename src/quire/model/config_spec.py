@@ -715,6 +715,7 @@ def _experts(routing: Routing, fields: Fields, dense: Dense) -> Experts:
         router=router,
         is_gated=dense.is_gated,
         has_bias=routing.expert_bias,
+        latent_size=fields.optional_integer("moe_latent_size", high=MAX_SIZES["hidden_size"]),
         shared=dense.of_size(shared) if shared else None,
         has_shared_gate=routing.has_shared_gate,
     )

@@ -92,6 +92,8 @@ _NEMOTRON_H_NAMES = {
     **{f"mixer.{x}_proj": f"ffn_{x}" for x in ("up", "down")},
     **{f"mixer.shared_experts.{x}_proj": f"ffn_{x}_shexp" for x in ("up", "down")},
     "mixer.gate": "ffn_gate_inp",
+    "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
 }
 _LFM2_NAMES = {
     "operator_norm": "attn_norm",
@@ -905,7 +907,8 @@ FAMILIES = (
         },
         config_keys=_NEMOTRON_H_KEYS,
         config_names=_NEMOTRON_H_NAMES,
-        gguf_reads=frozenset({*_SSM_KEYS, "nextn_predict_layers"}),
+        reads=frozenset({"moe_latent_size"}),
+        gguf_reads=frozenset({*_SSM_KEYS, "moe_latent_size", "nextn_predict_layers"}),
         routing=Routing(
             scoring=Scoring.SIGMOID,
             choice_bias=True,

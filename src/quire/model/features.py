@@ -70,6 +70,7 @@ class Feature(StrEnum):
     EXPERTS = "a mixture of experts"
     EXPERT_BIASES = "experts with biases"
     UNGATED_EXPERTS = "experts without a gate"
+    LATENT_EXPERTS = "experts of a projection of the hidden state"
     SHARED_EXPERT = "an expert that every token uses"
     SIGMOID_ROUTER = "a router with a sigmoid"
     SPARSE_MIXER = "a router that masks experts (SparseMixer)"
@@ -103,7 +104,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.VALUE_NORMS, Feature.POSITION_SCALE}
         | {Feature.SINKS, Feature.CHUNKS, Feature.SHARED_KV, Feature.LATENT}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.UNGATED_EXPERTS}
-        | {Feature.WEIGHED_EXPERT_INPUT}
+        | {Feature.WEIGHED_EXPERT_INPUT, Feature.LATENT_EXPERTS}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
         | {Feature.ROUTER_GROUPS, Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
         | {Feature.OUTPUT_GATE, Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS}
@@ -249,6 +250,7 @@ def _feed_features(part: Dense | Experts) -> dict[Feature, bool]:
         found |= {
             Feature.EXPERT_BIASES: part.has_bias,
             Feature.UNGATED_EXPERTS: not part.is_gated,
+            Feature.LATENT_EXPERTS: part.latent_size is not None,
             Feature.SHARED_EXPERT: part.shared is not None,
             Feature.SIGMOID_ROUTER: router.scoring is Scoring.SIGMOID,
             Feature.SPARSE_MIXER: router.scoring is Scoring.SPARSE_MIXER,

@@ -274,6 +274,9 @@ class Experts:
     router: Router
     is_gated: bool = True
     has_bias: bool = False
+    # Nemotron 3 Super's: experts take a projection of this size of the hidden state, and their sum
+    # is projected back before the shared one is added; None: the hidden state itself.
+    latent_size: int | None = None
     shared: Dense | None = None  # used by every token
     has_shared_gate: bool = False  # the shared one is multiplied by a sigmoid of its own
     # gemma4: the half's dense feed-forward beside the experts, which take the layer's state behind
@@ -285,6 +288,12 @@ class Experts:
         _check_size("num_experts", self.count)
         _check_size("num_used_experts", self.num_used, self.count)
         _check_size("expert_ffn_size", self.size, MAX_SIZES["ffn_size"])
+        if self.latent_size is not None:
+            _check_size("moe_latent_size", self.latent_size, MAX_SIZES["hidden_size"])
+            if self.beside is not None:
+                raise UnsupportedModelError(
+                    "experts of a projection beside a dense feed-forward are not supported"
+                )
         if not self.is_gated and self.activation in (Activation.CLAMPED_SWIGLU, Activation.XIELU):
             raise UnsupportedModelError(
                 f"experts without a gate whose activation is {self.activation} are not supported"
@@ -691,10 +700,14 @@ def _feed_linears(part: Dense | Experts | None, hidden: int) -> dict[str, tuple[
         return {}
     if isinstance(part, Dense):
         return _dense_linears(part, hidden, "")
-    up, down = (part.count, part.size, hidden), (part.count, hidden, part.size)
+    width = part.latent_size or hidden
+    up, down = (part.count, part.size, width), (part.count, width, part.size)
     linears: dict[str, tuple[Shape, bool]] = {
         "ffn_gate_inp": ((part.count, hidden), part.router.has_bias)
     }
+    if part.latent_size is not None:
+        linears["ffn_latent_down"] = ((part.latent_size, hidden), False)
+        linears["ffn_latent_up"] = ((hidden, part.latent_size), False)
     for name, shape in (("gate", up), ("up", up), ("down", down)):
         if part.is_gated or name != "gate":
             linears[f"ffn_{name}_exps"] = (shape, part.has_bias)

@@ -126,6 +126,7 @@ def halves(*kinds: str) -> ModelSpec:
         "dense": replace(fed, feed_forward=relu),
         "experts": replace(fed, feed_forward=replace(own, shared=relu)),
         "experts alone": replace(fed, feed_forward=own),
+        "latent": replace(fed, feed_forward=replace(own, latent_size=96, shared=relu)),
     }
     of["state"] = replace(of["attention"], mixer=MAMBA)
     return replace(LLAMA, layers=tuple(of[kind] for kind in kinds))
@@ -194,6 +195,13 @@ WITH = {
         *("state", "dense", "attention", "experts alone", "state", "experts")
     ),
     "halves that end with a state": halves("dense", "attention", "dense", "experts", "state"),
+    "latents wider than hidden states": halves("attention", "latent", "state", "latent"),
+    "latent experts alone": changed(
+        LLAMA,
+        feed_forward=replace(EXPERTS, size=64, latent_size=32),
+        residual_scale=0.7,
+        feed_forward_output_norm=NORM,
+    ),
     "a DeltaNet beside attention in every layer": changed(
         LLAMA, state_beside=DELTA_NET, residual_scale=0.7, mixer_output_norm=NORM
     ),

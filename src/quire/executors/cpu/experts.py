@@ -145,7 +145,8 @@ def slot_bytes(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> int:
                 if part.is_gated or name != "gate"
             }
             inputs = {known for name, known in formats.items() if name != "down"}
-            slot = sum(record_bytes(known, spec.hidden_size) for known in inputs)
+            width = part.latent_size or spec.hidden_size
+            slot = sum(record_bytes(known, width) for known in inputs)
             slot += record_bytes(formats["down"], part.size)
             own = part.num_used * slot + _FLOAT_BYTES * part.count
             largest = max(largest, own)

@@ -406,21 +406,15 @@ class _Lowering:
         lowered = ExpertLowering(self.decoder, self._tensors, prefix)
         index = lowered.add(part)
         is_plain = output_norm is None and layer.residual_scale == 1.0
-        is_plain = is_plain and part.shared is None and part.beside is None
+        is_alone = part.shared is None and part.beside is None and part.latent_size is None
+        is_plain = is_plain and is_alone
         shared = [] if part.shared is None else self._gate_and_up(prefix, part.shared, "_shexp")
         before = self._norm(f"{prefix}ffn_norm", layer.feed_forward_norm)
-        if part.beside is None:
-            matrices = [lowered.router, *lowered.first, *shared]
-            stage("norm_and_quantise", norm=before, matrices=matrices)
-            stage("route", experts=index)
+        if part.latent_size is not None:
+            self._add_latent_experts(prefix, lowered, index, before, shared)
         else:
-            stage("norm_and_quantise", norm=lowered.router_norm(part), matrices=[lowered.router])
-            stage("route", experts=index)
-            own = self._norm(f"{prefix}pre_ffw_norm_2", part.beside_norm)
-            matrices = [*lowered.first, *shared]
-            stage("norm_and_quantise", norm=own, matrices=matrices)
-        stage("expert_gate_and_up", experts=index)
-        stage("expert_down", experts=index, output="hidden" if is_plain else "branch")
+            self._route(prefix, part, lowered, index, before, shared)
+            self._add_sum(index, "hidden" if is_plain else "branch")
         if part.shared is not None:
             down = self._add_dense(prefix, part.shared, shared, "_shexp")
             stage("project_and_add", output="branch", matrices=[down], experts=index)
@@ -428,6 +422,53 @@ class _Lowering:
             self._add_beside(prefix, part, part.beside, before)
         if not is_plain:
             self._add_branch(f"{prefix}post_ffw_norm", output_norm, layer)
+
+    def _route(
+        self,
+        prefix: str,
+        part: Experts,
+        lowered: ExpertLowering,
+        index: int,
+        before: "native.Norm | None",
+        shared: list[int],
+    ) -> None:
+        """The router, and activations for the experts."""
+        stage = self.decoder.add_stage
+        if part.beside is None:
+            matrices = [lowered.router, *lowered.first, *shared]
+            stage("norm_and_quantise", norm=before, matrices=matrices)
+            stage("route", experts=index)
+            return
+        stage("norm_and_quantise", norm=lowered.router_norm(part), matrices=[lowered.router])
+        stage("route", experts=index)
+        own = self._norm(f"{prefix}pre_ffw_norm_2", part.beside_norm)
+        stage("norm_and_quantise", norm=own, matrices=[*lowered.first, *shared])
+
+    def _add_sum(self, index: int, output: str) -> None:
+        self.decoder.add_stage("expert_gate_and_up", experts=index)
+        self.decoder.add_stage("expert_down", experts=index, output=output)
+
+    def _add_latent_experts(
+        self,
+        prefix: str,
+        lowered: ExpertLowering,
+        index: int,
+        before: "native.Norm | None",
+        shared: list[int],
+    ) -> None:
+        """Experts of a projection; and activations for the shared one, which takes what the router
+        does."""
+        stage = self.decoder.add_stage
+        down, up = self._matrices([f"{prefix}ffn_latent_{name}" for name in ("down", "up")])
+        stage("norm_and_quantise", norm=before, matrices=[lowered.router, down])
+        stage("route", experts=index)
+        stage("project", matrices=[down])
+        stage("norm_and_quantise", input="projected", matrices=lowered.first)
+        self._add_sum(index, "branch")
+        stage("norm_and_quantise", input="branch", matrices=[up])
+        stage("project", output="branch", matrices=[up])
+        if shared:
+            stage("norm_and_quantise", norm=before, matrices=shared)
 
     def _add_beside(
         self, prefix: str, part: Experts, dense: Dense, before: "native.Norm | None"
@@ -586,7 +627,9 @@ def workspace_bytes(
     """About what steps of so many rows, one of which samples, work in; rope tables included."""
     mixers = {*spec.attentions.values()}
     states = {*spec.states.values()}
+    routed = [part for part in spec.feed_forwards if isinstance(part, Experts)]
     parts = [*map(_row_sizes, mixers), *map(_row_sizes, states)]
+    parts += [(part.latent_size or 0, 0, 0) for part in routed]
     projected, attended, latent = (max(sizes[i] for sizes in parts) for i in range(3))
     widest = max(spec.hidden_size, spec.ffn_size, attended, latent)
     branch = spec.hidden_size if _has_branch(spec) else 0
