@@ -432,10 +432,11 @@ nb::tuple activation_record(const std::string& activations) {
   }
 }
 
-// Floats that each thread computes in: results of a GEMM, and packed queries of attention.
+// Floats that each thread computes in: results of a GEMM, and packed queries of attention; sizes of
+// 0 where no layer attends.
 int64_t thread_scratch_floats(int64_t head_dim, int64_t value_dim, bool has_values_in_keys) {
-  expect_within("head_dim", head_dim, 1, max_head_dim);
-  expect_within("value_dim", value_dim, 1, max_head_dim);
+  expect_within("head_dim", head_dim, 0, max_head_dim);
+  expect_within("value_dim", value_dim, 0, max_head_dim);
   return Decoder::scratch_size() + attention_workspace(head_dim, value_dim, has_values_in_keys);
 }
 

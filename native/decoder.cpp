@@ -217,7 +217,7 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
                              bool low_priority) {
   expect_within("the blocks of a cache", num_blocks, 1, max_blocks);
   expect_within("prefault_bytes", prefault_bytes, 0, INT64_MAX);
-  expect_within("the layers of a decoder", num_layers(), 1, max_layers);
+  expect_within("the layers of a decoder", num_layers(), keeps_states() ? 0 : 1, max_layers);
   prefault_ = Prefault();
   num_blocks_ = 0;    // until the cache is allocated
   cache_ = Buffer();  // free the old cache first
@@ -235,7 +235,7 @@ void Decoder::allocate_cache(int64_t num_blocks, bool is_int8, int64_t prefault_
   cache_ = Buffer(static_cast<size_t>(cache));
   cache_scales_ = Buffer(bytes_of(is_int8 ? lay_out_scales(num_blocks) : 0, sizeof(float)));
   num_blocks_ = num_blocks;
-  if (prefault_bytes > 0)
+  if (prefault_bytes > 0 && cache > 0)
     prefault_ = Prefault(cache_.data(), std::move(sizes), static_cast<size_t>(prefault_bytes),
                          low_priority);
 }

@@ -68,11 +68,11 @@ class ModelFacts:
     vocabulary_size: int
     num_layers: int
     hidden_size: int
-    ffn_size: int
-    num_heads: int
+    ffn_size: int  # the widest; 0: no layer has a feed-forward
+    num_heads: int  # 0: no layer attends
     num_kv_heads: int
     head_dim: int
-    activation: str
+    activation: str | None
     rope_base: float | None  # None: no layer has rope
     rope_scaling: str | None
     sliding_windows: list[int]  # each size once
@@ -314,8 +314,9 @@ def _tensor_facts(tensors: Iterable[Tensor], i2s_packing: str | None) -> TensorF
 def _model_facts(spec: ModelSpec) -> ModelFacts:
     rope = spec.ropes[0] if spec.ropes else None
     scaling = None if rope is None else rope.scaling
-    feeds = [layer.feed_forward for layer in spec.layers]
+    feeds = spec.feed_forwards
     experts = next((feed for feed in feeds if isinstance(feed, Experts)), None)
+    heads = next(iter(spec.attentions.values()), None)
     return ModelFacts(
         family=spec.family,
         context_length=spec.context_length,
@@ -323,10 +324,10 @@ def _model_facts(spec: ModelSpec) -> ModelFacts:
         num_layers=spec.num_layers,
         hidden_size=spec.hidden_size,
         ffn_size=spec.ffn_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        activation=spec.activation.value,
+        num_heads=0 if heads is None else heads.num_heads,
+        num_kv_heads=0 if heads is None else heads.num_kv_heads,
+        head_dim=0 if heads is None else heads.head_dim,
+        activation=feeds[0].activation.value if feeds else None,
         rope_base=None if rope is None else rope.base,
         rope_scaling=None if scaling is None else type(scaling).__name__,
         sliding_windows=sorted({window for window in spec.windows if window is not None}),

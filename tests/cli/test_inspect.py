@@ -120,6 +120,16 @@ def test_experts_and_devices_that_do_not_run_a_model_are_said(tmp_path: Path) ->
     )
 
 
+def test_a_model_without_attention_and_feed_forwards_is_described(tmp_path: Path) -> None:
+    path = write_drawn("mamba2", tmp_path)
+    found = json.loads(quire("inspect", path, "--json").out)["model"]
+    assert (found["num_heads"], found["ffn_size"], found["activation"]) == (0, 0, None)
+    assert found["state_layers"] == {"Mamba 2": 4}
+    text = quire("inspect", path).out
+    assert "4 layers, hidden 48, no feed-forward" in text and "no attention\n" in text
+    assert "4 of 4 layers keep a state: Mamba 2" in text
+
+
 def test_the_set_of_longrope_is_shown(tmp_path: Path) -> None:
     path = write_drawn("phi3-long", tmp_path)
     assert "LongScaling (long factors, by the longest context)" in quire("inspect", path).out

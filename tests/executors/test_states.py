@@ -40,7 +40,8 @@ SETTINGS = {
 }
 FEW = 7  # blocks
 PART = ("granitehybrid", "lfm2", "qwen35")  # one of each kind
-BESIDE = ("falcon-h1", "nemotron_h_moe")  # beside attention, and in layers of one half alone
+# Beside attention, in layers of one half alone, and without attention.
+OTHERS = ("falcon-h1", "nemotron_h_moe", "mamba2")
 
 
 class PoisonedExecutor(ReferenceExecutor):
@@ -86,7 +87,7 @@ def alone(device: str, model: Model) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("case", [*PART, *BESIDE])
+@pytest.mark.parametrize("case", [*PART, *OTHERS])
 @pytest.mark.parametrize("device", ["reference", "cpu"])
 def test_company_changes_no_bit(device: str, case: str, folder: Path) -> None:
     with load_model(write_drawn(case, folder / case)) as model:
@@ -108,7 +109,7 @@ def test_company_changes_no_bit(device: str, case: str, folder: Path) -> None:
         assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "nemotron_h", "nemotron_h_moe"])
+@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "mamba2"])
 def test_rows_that_nobody_asked_for_are_dropped_behind_the_last_state(
     case: str, folder: Path
 ) -> None:

@@ -196,3 +196,22 @@ def test_a_batch_is_as_large_as_there_is_memory_for_its_states(
         "memory for the states of a batch of 5, not of max_batch_size (64)"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_blocks_of_a_model_without_attention_are_numbered_and_take_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    device = DEVICES[name]
+    if device.why_unavailable() is not None:
+        pytest.skip("it is not built")
+    options = Options(device=name, kv_memory="1MiB", max_batch_size=2)
+    with load_model(write_drawn("mamba2", tmp_path)) as model:
+        plan = device.memory_plan(model, options)
+        loaded = device.load(model, options)
+        states, held = plan.num_states * plan.state_bytes, loaded.executor.memory_bytes["kv"]
+        num_blocks = loaded.executor.capacity.num_blocks
+        device.unload(loaded.executor)
+    assert plan.kv_per_token == 0 and plan.num_states > 2
+    assert num_blocks == (1 << 20) // plan.block_bytes == 256
+    assert held == states

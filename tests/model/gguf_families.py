@@ -93,6 +93,7 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h_moe",
     "nemotron_h_moe-latent": "nemotron_h_moe",
+    "mamba2": "mamba2",
     "falcon-h1": "falcon-h1",
     "falcon-h1-normed": "falcon-h1",
     "deepseek2": "deepseek2",
@@ -111,7 +112,7 @@ WITH_PATTERN = {"olmo2", "exaone4", "exaone-moe", "gemma4"}
 WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
 DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
 NEMOTRONS = {"nemotron_h", "nemotron_h_moe"}  # whose layers are one half alone
-MAMBAS = {"granitehybrid", "falcon-h1", *NEMOTRONS}
+MAMBAS = {"granitehybrid", "falcon-h1", "mamba2", *NEMOTRONS}
 # It is called post_attention_norm.
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe", *DELTA_NETS}
 
@@ -557,6 +558,23 @@ def _minicpm3(config: Config) -> dict[str, Field]:
     }
 
 
+def _mamba2(config: Config) -> dict[str, Field]:
+    return {
+        "context_length": 1 << 20,
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": config["num_heads"] * config["head_dim"],
+        "ssm.state_size": config["state_size"],
+        "ssm.time_step_rank": config["num_heads"],
+        "vocab_size": config["vocab_size"],
+    }
+
+
 def _mpt(config: Config) -> dict[str, Field]:
     return {
         "context_length": config["max_seq_len"],
@@ -586,6 +604,7 @@ def _bloom(config: Config) -> dict[str, Field]:
 _ALONE: dict[str, Callable[[Config], dict[str, Field]]] = {
     "bloom": _bloom,
     "mpt": _mpt,
+    "mamba2": _mamba2,
     "minicpm3": _minicpm3,
     "gpt2": _gpt2,
     "starcoder": _starcoder,

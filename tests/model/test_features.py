@@ -75,6 +75,9 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.PARALLEL_HALVES: second(is_parallel=True, feed_forward_norm=None),
     Feature.PARALLEL_NORMS: second(is_parallel=True),
     Feature.SINGLE_HALVES: second(feed_forward=None, feed_forward_norm=None),
+    Feature.NO_ATTENTION: replace(
+        LLAMA, layers=tuple(replace(layer, mixer=MAMBA) for layer in LLAMA.layers)
+    ),
     Feature.STATE_BESIDE: second(state_beside=MAMBA),
     Feature.RESIDUAL_SCALE: second(residual_scale=0.5),
     Feature.EMBEDDING_SCALE: replace(LLAMA, embedding_scale=4.0),
@@ -150,12 +153,13 @@ OF_SECOND_LAYER = {
 OF_MODEL = {
     *(Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LOGIT_SOFT_CAP, Feature.LINEAR_SCALES),
     *(Feature.LAYER_INPUTS, Feature.HEAD_BIAS, Feature.LEARNED_POSITIONS),
-    Feature.EMBEDDING_NORM,
+    *(Feature.EMBEDDING_NORM, Feature.NO_ATTENTION),
 }
 WITHIN = {  # what each is a kind of, or has beside it
     Feature.PARALLEL_HALVES: Feature.NO_NORMS_BEFORE_HALVES,
     Feature.PARALLEL_NORMS: Feature.PARALLEL_HALVES,
     Feature.STATE_BESIDE: Feature.MAMBA,
+    Feature.NO_ATTENTION: Feature.MAMBA,
     Feature.QK_NORMS_AFTER_ROPE: Feature.OTHER_QK_NORMS,
     Feature.XIELU: Feature.UNGATED,
 }

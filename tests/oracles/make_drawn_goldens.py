@@ -665,6 +665,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 2,
         },
     ),
+    "mamba2": (
+        "mamba2",
+        {
+            **dict.fromkeys(SIZES, ...),
+            "vocab_size": 64,
+            "hidden_size": 48,
+            "num_hidden_layers": 4,
+            "num_heads": 6,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+        },
+    ),
     "falcon-h1": ("falcon_h1", FALCON_H1),
     "falcon-h1-normed": (
         "falcon_h1",

@@ -111,10 +111,12 @@ def _model_lines(facts: ModelFacts) -> list[str]:
     if facts.rope_factors is not None:
         scaling += f" ({facts.rope_factors} factors, by the longest context)"
     rope = "no rope" if facts.rope_base is None else f"rope base {facts.rope_base:g}{scaling}"
+    feed = f"feed-forward {facts.ffn_size} ({facts.activation})"
+    heads = f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, {rope}"
     lines = [
-        f"{facts.num_layers} layers, hidden {facts.hidden_size}, feed-forward "
-        f"{facts.ffn_size} ({facts.activation})",
-        f"{facts.num_heads} heads and {facts.num_kv_heads} KV heads of {facts.head_dim}, {rope}",
+        f"{facts.num_layers} layers, hidden {facts.hidden_size}, "
+        + (feed if facts.ffn_size else "no feed-forward"),
+        heads if facts.num_heads else "no attention",
         f"context {facts.context_length}, vocabulary {facts.vocabulary_size}"
         + (", head tied to the embedding" if facts.tied_head else ""),
     ]

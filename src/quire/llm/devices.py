@@ -88,6 +88,9 @@ _REFERENCE_PRECISIONS: Mapping[str, KVPrecision] = {
 }
 _MAX_CPU_BATCH = 1 << 20
 _FLOAT_BYTES = 4
+# Of a model without attention a token keeps nothing. Its blocks are numbered all the same, for
+# prefixes: it is counted as so much, far more than their tables take, which bounds their number.
+_BARE_TOKEN_BYTES = 256
 _SPARE_STATES = 8  # beyond those that a batch needs: for cached prefixes
 # Buffers and graphs are made for so many at least: asking for more later costs nothing.
 _MIN_CUDA_BATCH = 256
@@ -310,7 +313,7 @@ class ReferenceDevice(_HostDevice):
             estimate.kv_per_token,
             available_memory(),
             windows=layout.windows,
-            group_bytes=kv_token_bytes(model.spec, layout),
+            group_bytes=kv_token_bytes(model.spec, layout) or _BARE_TOKEN_BYTES,
             chunk=options.engine_config().smallest_chunk,
             state_bytes=_FLOAT_BYTES * model.spec.num_state_elements,
         )
@@ -365,7 +368,7 @@ class CpuDevice(_HostDevice):
             kv_bytes_per_token(spec, is_int8),
             available_memory(),
             windows=layout.windows,
-            group_bytes=kv_bytes_in_block(spec, layout, is_int8),
+            group_bytes=kv_bytes_in_block(spec, layout, is_int8) or _BARE_TOKEN_BYTES,
             chunk=config.smallest_chunk,
             state_bytes=state_bytes(spec),
         )

@@ -258,16 +258,18 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
     num_layers = fields.integer(
         "num_hidden_layers", len(halves) or None, high=MAX_SIZES["num_layers"]
     )
+    if family.has_states_alone:
+        halves = (Half.STATE,) * num_layers
     if halves and len(halves) != num_layers:
         raise ModelFileError(
             f"{_FILE}: {len(halves)} layers are listed, num_hidden_layers is {num_layers}"
         )
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
     norm = Norm(epsilon=fields.number(family.epsilon), kind=family.norm, has_bias=family.norm_bias)
-    attention = _attention(family, fields, hidden_size, norm)
     windows = _windows(family, fields, num_layers)
-    sliding = attention
-    if "per_layer_config" in family.reads:
+    attends = not halves or Half.ATTENTION in halves
+    sliding = attention = _attention(family, fields, hidden_size, norm) if attends else None
+    if attention is not None and "per_layer_config" in family.reads:
         attention = _full_attention(family, fields, attention, windows)
     facts = Facts(
         hidden_size=hidden_size,
@@ -276,7 +278,7 @@ def _spec(family: Family, fields: Fields) -> ModelSpec:
         norm=norm,
         attention=attention,
         sliding_attention=sliding,
-        ropes=_ropes(family, fields, (_rope_dims(attention), _rope_dims(sliding)), windows),
+        ropes=_ropes(family, fields, (attention, sliding), windows),
         windows=windows,
         num_positions=_context_length(family, fields) if family.has_positions else 0,
         feed_forwards=_feed_forwards(family, fields, norm, num_layers, halves),
@@ -608,6 +610,8 @@ def _refuse_time_steps(fields: Fields) -> None:
 def _feed_forwards(
     family: Family, fields: Fields, norm: Norm, num_layers: int, halves: tuple[Half, ...]
 ) -> tuple[Dense | Experts | None, ...]:
+    if halves and not {*halves} & {Half.DENSE, Half.EXPERTS}:
+        return (None,) * num_layers
     hidden_size = fields.integer("hidden_size", high=MAX_SIZES["hidden_size"])
     usual_size = family.dense_multiple * hidden_size or None
     dense = Dense(
@@ -862,9 +866,12 @@ def _rope_fields(fields: Fields) -> Fields:
 def _ropes(
     family: Family,
     fields: Fields,
-    head_dims: tuple[int, int],  # of layers without and with a window
+    attentions: tuple[Attention | None, Attention | None],  # without and with a window
     windows: tuple[int | None, ...],
 ) -> tuple[Rope | None, ...]:
+    if None in attentions:
+        return (None,) * len(windows)
+    head_dims = [_rope_dims(part) for part in attentions if part is not None]
     rope, base = _rope_fields(fields), fields.number("rope_theta")
     own = Fields(Metadata(_FILE, {}), _FILE)  # of layers with a window: unscaled
     if family.sliding_rope and rope.get("full_attention") is not None:

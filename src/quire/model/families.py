@@ -918,6 +918,36 @@ FAMILIES = (
         ),
     ),
     Family(
+        name="mamba2",
+        architectures=("mamba2",),
+        model_types=("mamba2",),
+        state=StateKind.MAMBA,
+        has_states_alone=True,
+        epsilon="layer_norm_epsilon",
+        config_defaults={
+            "max_position_embeddings": 1 << 20,  # as GGUF files have: there are no positions
+            "num_hidden_layers": 64,
+            "hidden_size": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_head": 64,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+        },
+        config_keys={
+            "state_size": "mamba_d_state",
+            "num_heads": "mamba_n_heads",
+            "head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+        },
+        config_names={"norm": "attn_norm"},
+        gguf_reads=frozenset(_SSM_KEYS),
+    ),
+    Family(
         name="stablelm",
         architectures=("stablelm",),
         model_types=("stablelm",),
@@ -1911,7 +1941,7 @@ WITH_SENSES = {
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
     "state-space layers": (
-        *("mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "plamo2"),
+        *("mamba", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "plamo2"),
     ),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),

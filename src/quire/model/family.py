@@ -139,6 +139,7 @@ class Family:
     has_latent: bool = False
     state: StateKind | None = None  # of the layers that keep one
     has_single_halves: bool = False  # a layer is one half, which files list
+    has_states_alone: bool = False  # a layer is a state
     has_state_beside: bool = False  # every layer keeps a state beside its attention
     state_norm_if: str | None = None  # what states leave is normed only where this field says so
     windows: Windows = Windows.NONE
@@ -205,7 +206,7 @@ class Facts:
     vocabulary_size: int
     context_length: int
     norm: Norm
-    attention: Attention
+    attention: Attention | None  # None: no layer attends
     ropes: tuple[Rope | None, ...]
     windows: tuple[int | None, ...]
     feed_forwards: tuple[Dense | Experts | None, ...]
@@ -257,6 +258,7 @@ def _mixer(family: Family, facts: Facts, index: int) -> Attention | StateMixer |
         return None
     rope, window = facts.ropes[index], facts.windows[index]
     attention = facts.attention
+    assert attention is not None
     if window is not None and facts.sliding_attention is not None:
         attention = facts.sliding_attention
     attention = replace(attention, kv_layer=_kv_layer(facts, index))

@@ -30,6 +30,7 @@ class Feature(StrEnum):
     PARALLEL_HALVES = "attention and feed-forward side by side"
     PARALLEL_NORMS = "attention and feed-forward side by side with a norm each"
     SINGLE_HALVES = "layers of one half alone"
+    NO_ATTENTION = "no attention in any layer"
     STATE_BESIDE = "attention and a state side by side"
     RESIDUAL_SCALE = "a scale on what a layer adds"
     EMBEDDING_SCALE = "scaled embeddings"
@@ -97,7 +98,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.GELU, Feature.GELU_TANH, Feature.CLAMPED_SWIGLU, Feature.UNGATED}
         | {Feature.LAYER_NORMS, Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
         | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS, Feature.HEAD_BIAS}
-        | {Feature.SINGLE_HALVES, Feature.STATE_BESIDE}
+        | {Feature.SINGLE_HALVES, Feature.NO_ATTENTION, Feature.STATE_BESIDE}
         | {Feature.RESIDUAL_SCALE, Feature.OUTPUT_SCALE}
         | {Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LAYER_INPUTS}
         | {Feature.OTHER_QK_NORMS, Feature.QK_NORMS_AFTER_ROPE}
@@ -164,6 +165,7 @@ def features(spec: ModelSpec) -> Iterator[tuple[Feature, str]]:
         Feature.LOGIT_SOFT_CAP: spec.logit_soft_cap != 0.0,
         Feature.LINEAR_SCALES: spec.linear_scales,
         Feature.LAYER_INPUTS: spec.layer_inputs is not None,
+        Feature.NO_ATTENTION: not spec.attentions,
         Feature.LAYER_NORMS: spec.output_norm.kind is not NormKind.RMS,
     }
     yield from ((feature, "") for feature, is_there in whole.items() if is_there)

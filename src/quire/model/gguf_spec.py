@@ -163,13 +163,16 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
     feeds = _fed_layers(family, fields, num_layers)
     states = _states(family, fields, tensors, hidden_size, feeds)
     attends = _attending_layers(family, feeds, states)
-    first = attends.index(True) if any(attends) else 0
-    attention = _attention(family, fields, tensors, hidden_size, first)
     windows = _windows(family, fields, num_layers)
+    attention: Attention | None = None
+    ropes: tuple[Rope | None, ...] = (None,) * num_layers
+    if any(attends):
+        attention = _attention(family, fields, tensors, hidden_size, attends.index(True))
     sliding = attention
-    if _KEY_LENGTH_SWA in family.gguf_reads:
+    if attention is not None and _KEY_LENGTH_SWA in family.gguf_reads:
         sliding, attention = _both_attentions(fields, tensors, attention, windows)
-    rope_dims = attention.head_dim if attention.latent is None else attention.latent.rope_dims
+    if attention is not None:
+        ropes = _ropes(family, fields, tensors, attention, windows)
     context_length = fields.integer("context_length", high=MAX_SIZES["context_length"])
     facts = Facts(
         hidden_size=hidden_size,
@@ -178,7 +181,7 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
         num_positions=context_length if family.has_positions else 0,
         norm=norm,
         attention=attention,
-        ropes=_ropes(family, fields, tensors, rope_dims, windows),
+        ropes=ropes,
         windows=windows,
         feed_forwards=_feed_forwards(family, fields, tensors, norm, feeds),
         sliding_attention=sliding,
@@ -303,7 +306,7 @@ def _states(
     if family.state is None:
         return ()
     has_state = [True] * len(feeds)
-    if not family.has_state_beside:
+    if not (family.has_state_beside or family.has_states_alone):
         has_state = _state_layers(fields, len(feeds))
     if family.has_single_halves:
         has_state = [is_there and not fed for is_there, fed in zip(has_state, feeds, strict=True)]
@@ -322,7 +325,7 @@ def _states(
 def _fed_layers(family: Family, fields: Fields, num_layers: int) -> tuple[bool, ...]:
     """Those with a feed-forward: where layers are one half alone, those that have its size."""
     if not family.has_single_halves:
-        return (True,) * num_layers
+        return (not family.has_states_alone,) * num_layers
     sizes = fields.integers("feed_forward_length")
     if len(sizes) < num_layers:
         raise fields.unsupported("feed_forward_length", ["a number for each layer"])
@@ -511,7 +514,9 @@ def _feed_forwards(
     feeds: tuple[bool, ...],
 ) -> tuple[Dense | Experts | None, ...]:
     limit, num_layers = MAX_SIZES["num_layers"], len(feeds)
-    first_fed = feeds.index(True) if any(feeds) else 0
+    if not any(feeds):
+        return (None,) * num_layers
+    first_fed = feeds.index(True)
     sizes = _dense_sizes(family, fields)
     if family.dense_halved:
         sizes = tuple(size // 2 for size in sizes)
@@ -631,10 +636,12 @@ def _ropes(
     family: Family,
     fields: Fields,
     tensors: Mapping[str, Tensor],
-    head_dim: int,
+    attention: Attention,
     windows: tuple[int | None, ...],
 ) -> tuple[Rope | None, ...]:
-    usual = _rope(family, fields, tensors, head_dim)
+    latent = attention.latent
+    rope_dims = attention.head_dim if latent is None else latent.rope_dims
+    usual = _rope(family, fields, tensors, rope_dims)
     sliding = usual
     if family.sliding_rope:
         base = family.sliding_rope_base or usual.base

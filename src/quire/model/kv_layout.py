@@ -36,7 +36,7 @@ class KVLayout:
 
     def slot_sizes(self, spec: ModelSpec, size_of: Callable[[Attention], int]) -> tuple[int, ...]:
         """What each slot must hold of a token: the most that any of its layers leaves."""
-        if not self.num_slots:  # of layers without their attention
+        if not self.num_slots:  # of layers without attention, or without their own
             return ()
         sizes = [0] * self.num_slots
         for layer, part in spec.attentions.items():
@@ -79,7 +79,7 @@ def one_group(spec: ModelSpec) -> KVLayout:
 def grouped(spec: ModelSpec, block_size: int) -> KVLayout:
     """The layout with the fewest groups among those that take little memory."""
     kinds = _kinds(spec)
-    if kinds.keys() == {None}:
+    if kinds.keys() <= {None}:
         return one_group(spec)
     counts = {len(layers) for layers in kinds.values()}
     sizes = {-(-count // parts) for count in counts for parts in range(1, _MOST_PARTS + 1)}

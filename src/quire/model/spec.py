@@ -416,8 +416,6 @@ class ModelSpec:
             if layer not in seen:
                 seen[layer] = _within(layer, self.context_length)
         object.__setattr__(self, "layers", tuple(seen[layer] for layer in self.layers))
-        if not self.attentions:
-            raise UnsupportedModelError("a model without any attention does not run yet")
 
     @property
     def num_layers(self) -> int:
@@ -469,7 +467,7 @@ class ModelSpec:
             return 0
         return _FEW_STATES if asked is None else asked
 
-    # ---- of every layer, in models whose layers are alike
+    # ---- of every layer, in models whose layers are alike and attend
 
     @property
     def attention(self) -> Attention:
@@ -523,7 +521,7 @@ class ModelSpec:
     @property
     def sub_norms(self) -> bool:
         """BitNet's norms before the output and the down projection."""
-        return self.attention.output_norm is not None
+        return bool(self.attentions) and self.attention.output_norm is not None
 
 
 def _width(feed: Dense | Experts) -> int:

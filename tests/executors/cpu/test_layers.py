@@ -194,6 +194,7 @@ WITH = {
     "halves that end with experts": halves(
         *("state", "dense", "attention", "experts alone", "state", "experts")
     ),
+    "states alone": halves("state", "state"),
     "halves that end with a state": halves("dense", "attention", "dense", "experts", "state"),
     "latents wider than hidden states": halves("attention", "latent", "state", "latent"),
     "latent experts alone": changed(

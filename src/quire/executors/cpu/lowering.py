@@ -642,7 +642,8 @@ def workspace_bytes(
         bytes_per_row += 2 * record_bytes(activations, widest)
     bytes_per_row += slot_bytes(spec, tensors)
     tables = num_positions * sum(rope.dims for rope in spec.ropes)
-    scratch = num_threads * max(_attention_floats(part) for part in mixers)
+    without = native.thread_scratch_floats(0, 0)
+    scratch = num_threads * max([without, *map(_attention_floats, mixers)])
     floats: int = tables + spec.vocabulary_size + scratch
     return num_rows * bytes_per_row + _FLOAT_BYTES * floats
 
