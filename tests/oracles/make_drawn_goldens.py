@@ -678,6 +678,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_groups": 2,
         },
     ),
+    "bamba": (
+        "bamba",
+        {
+            "attn_layer_indices": [1, 3],
+            "mamba_n_heads": 6,
+            "mamba_d_head": 16,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "falcon-h1": ("falcon_h1", FALCON_H1),
     "falcon-h1-normed": (
         "falcon_h1",

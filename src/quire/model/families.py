@@ -777,6 +777,27 @@ FAMILIES = (
         ),
     ),
     Family(
+        name="bamba",
+        model_types=("bamba",),
+        state=StateKind.MAMBA,
+        ffn_bias="mlp_bias",
+        config_defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "partial_rotary_factor": 0.5,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+        },
+        config_keys={"attn_layer_indices": "full_attn_idxs"},
+        config_names={"pre_ff_layernorm": "ffn_norm"},
+        reads=frozenset({"partial_rotary_factor"}),
+    ),
+    Family(
         name="falcon-h1",
         architectures=("falcon-h1",),
         model_types=("falcon_h1",),
@@ -1941,7 +1962,7 @@ WITH_SENSES = {
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
     "state-space layers": (
-        *("mamba", "falcon_mamba", "jamba", "bamba", "zamba", "zamba2", "plamo2"),
+        *("mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "plamo2"),
     ),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
