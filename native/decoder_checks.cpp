@@ -187,6 +187,7 @@ void Decoder::check_experts(const Experts& experts) const {
       expect_matrix("a router", experts.router, routing.count + (experts.has_shared_gate ? 1 : 0),
                     shape_.hidden_size);
   expect(router.activations == ActivationFormat::floats, "a router's weights must be floats");
+  expect_within("experts' gates", experts.gate, -1, INT32_MAX);
   // Experts take hidden states, or a projection of them.
   const int64_t size = rows_of(experts.up), width = matrix(experts.up).in_size;
   if (experts.gate >= 0) check_stack("experts' gates", experts.gate, routing.count, size, width);

@@ -1961,9 +1961,7 @@ WITH_SENSES = {
 
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
-    "state-space layers": (
-        *("mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "plamo2"),
-    ),
+    "state-space layers": (*("mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "plamo2"),),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
     "alternating updates of several states": ("gemma3n", "gemma3n_text"),

@@ -336,6 +336,8 @@ def with_stacks() -> tuple[Any, dict[str, int]]:
     for name, shape in {"gate": (8, 16), "up": (8, 16), "down": (16, 8)}.items():
         matrices[name] = decoder.add_stack("F32", 4, *shape)
     matrices["few"] = decoder.add_stack("F32", 3, 8, 16)
+    matrices["narrow"] = decoder.add_stack("F32", 4, 8, 12)
+    matrices["narrow_down"] = decoder.add_stack("F32", 4, 12, 8)
     matrices["vector"] = decoder.add_vector(np.ones(3, np.float32))
     return decoder, matrices
 
@@ -351,6 +353,9 @@ def with_stacks() -> tuple[Any, dict[str, int]]:
         {"router": 99},
         {"router": -1},
         {"gate": "few"},
+        {"gate": -2},
+        {"gate": -1, "activation": "clamped_swiglu"},
+        {"up": "narrow"},  # of another width than what comes down
         {"up": "down"},
         {"down": "router"},
         {"down": 2**31 - 1},
@@ -395,6 +400,19 @@ def test_stacks_are_packed_within_their_bounds() -> None:
         decoder.pack_stacked(matrices["gate"], "F32", blocks, 0, 1)
     with pytest.raises(ValueError, match="must have the format of their stack"):
         decoder.pack_stacked(matrices["gate"], "F16", blocks[: len(blocks) // 2], 2, 2)
+
+
+def test_the_sum_over_experts_of_a_projection_is_no_hidden_state() -> None:
+    decoder, matrices = with_stacks()
+    own = {"router": matrices["router"], "up": matrices["narrow"], "gate": -1}
+    experts = decoder.add_experts(**{**SOUND, **own, "down": matrices["narrow_down"]})
+    decoder.add_stage("route", experts=experts)
+    decoder.add_stage("expert_gate_and_up", experts=experts)
+    with pytest.raises(ValueError, match="must be of hidden states, or the branch"):
+        decoder.add_stage("expert_down", experts=experts, output="hidden")
+    decoder.add_stage("expert_down", experts=experts, output="branch")
+    with pytest.raises(ValueError, match="the branch must be from 12 to 12, got 16"):
+        decoder.add_stage("add_branch")
 
 
 def test_stages_of_experts_come_in_their_order() -> None:
