@@ -1,5 +1,5 @@
-"""Models with their matrices in bfloat16, so that executors without float32 weights run them.
-Learned positions stay in float32, as GGUF files have them."""
+"""Models with matrices in bfloat16 for those in float32, so that executors without float32 weights
+run them. Learned positions stay in float32, as GGUF files have them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ def load_in_bfloat(path: Path) -> Model:
 
 def _is_matrix(tensor: Tensor) -> bool:
     is_other = tensor.name == "position_embd.weight" or not tensor.name.endswith(".weight")
-    return len(tensor.shape) > 1 and not is_other
+    return len(tensor.shape) > 1 and tensor.format.name == "F32" and not is_other
 
 
 def _in_bfloat(tensor: Tensor) -> Tensor:

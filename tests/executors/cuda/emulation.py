@@ -72,6 +72,18 @@ def _byte_pairs(words: Array) -> _Pairs:
     return _Pairs(torch.stack(pairs, -2), _ONCE)
 
 
+def _e4m3_pairs(words: Array) -> Array:
+    """Of four words of four floats of 8 bits: [..., lane, pair 0-7, 2]."""
+    codes = _byte_pairs(words).codes
+    return _from_bits((codes & 0x80) << 8 | (codes & 0x7F) << 7) * 256
+
+
+def _split_scales(planes: Planes, half: int) -> tuple[Array, Array]:
+    """E4M3_128's scale of a quarter, in two parts: [block rows, 1]."""
+    words = _row_words(planes)[:, half].reshape(-1, 1)
+    return _from_bits(words), _from_bits(words >> 16)
+
+
 def _two_bit_pairs(words: Array, more: Array | None, steps: int) -> _Pairs:
     """Of one word of sixteen codes: two pairs of each shifted word, at bits 6 and 8, and their
     upper bits at bits 8 and 10."""
@@ -304,6 +316,10 @@ def _dequantized(planes: Planes, half: int, steps: int) -> Array:
         words = halves.flatten(0, 1)[:, :, steps]
         return _half(_float_pairs(words) * _powers(planes, half)[..., None, None])
     words = planes.codes.view(-1, 4, 2, 2, form.code_words // 16)[:, :, half, steps]
+    if form.has_sums:
+        pairs = _e4m3_pairs(words)
+        large, small = (part[..., None, None] for part in _split_scales(planes, half))
+        return _half(pairs * large + _half(pairs * small))
     more = None
     if planes.high is not None:
         more = planes.high.view(-1, 4, 2, form.high_bits)[:, :, half]

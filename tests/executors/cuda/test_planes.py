@@ -73,7 +73,7 @@ def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None
     ("format_name", "columns"),
     [
         *((name, 160) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")),
-        *(("BF16", 160), ("U4_128", 128), ("I8_128", 128)),
+        *(("BF16", 160), ("U4_128", 128), ("I8_128", 128), ("E4M3_128", 128)),
     ],
 )
 def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(
@@ -110,6 +110,24 @@ def test_mxfp4_is_decoded_without_rounding() -> None:
     assert torch.equal(found[:, :192], torch.from_numpy(exact[:, :192]).to(torch.float64))
     raw[-1, 0] = 127 - 31
     assert not decoded(reorder("MXFP4", torch.from_numpy(raw.reshape(-1)), 1, 256))[:, 224:].any()
+
+
+def test_e4m3_with_any_float32_scale_is_rounded_once() -> None:
+    """Scales of all bits, the smallest a 4096th of the largest; every code but those of NaN."""
+    generator = np.random.default_rng(5)
+    scales = 2.0 ** generator.uniform(-12, 0, (64, 1)) * 0.01
+    codes = np.tile(np.arange(128, dtype=np.uint8), (64, 1))
+    codes[1::2] |= 0x80
+    codes[codes & 0x7F == 0x7F] = 0
+    raw = np.concatenate([scales.astype("<f4").view(np.uint8), codes], axis=1)
+    exact = format_named("E4M3_128", "test").decode(raw).reshape(8, 1024).astype(np.float64)
+    planes = reorder("E4M3_128", torch.from_numpy(raw.reshape(-1)), 8, 1024)
+    scaled = exact * 2.0**-planes.exponent
+    assert np.abs(scaled).max() > 2**14
+    wanted = scaled.astype(np.float16).astype(np.float64)
+    found = decoded(planes).numpy() * 2.0**-planes.exponent
+    assert (found == wanted).mean() > 0.995  # the others lie between two float16
+    assert (np.abs(found - scaled) <= np.abs(scaled) * 2**-10.99 + 2**-25).all()
 
 
 @pytest.mark.parametrize("format_name", ["U4_128", "I8_128"])

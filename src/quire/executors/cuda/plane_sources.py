@@ -17,6 +17,7 @@ from quire.quant import grids
 Array = Any  # a torch.Tensor; the type checker does not see torch
 
 CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
+E4M3_BITS = 8  # a scale below 2**(15 - 8) times E4M3's largest number, 448, is a float16
 
 
 @dataclass(slots=True)
@@ -323,6 +324,15 @@ def _single_scales(blocks: Array, exponent: int) -> Array:
     return _scale_words(scales.repeat_interleave(4, dim=-1))
 
 
+def _reorder_e4m3_128(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    """A float32 scale as two float16, the larger in the lower half of a word: some 22 bits of it.
+    Words [blocks, rows, half]."""
+    scales = single(blocks, 0) * 2.0**-exponent
+    rest = scales - scales.to(torch.float16).float()
+    pieces.codes.append(_in_words(blocks[..., 4:].flatten(-2), 8))
+    pieces.scales.append((_half_bits(scales) | _half_bits(rest) << 16).transpose(0, 1))
+
+
 def _reorder_q2_k(blocks: Array, exponent: int, pieces: Pieces) -> None:
     del exponent
     pieces.codes.append(_two_bit_words(_runs(blocks[..., 16:80], 2, 32)))
@@ -554,6 +564,7 @@ SOURCES = {
     "MXFP4": Source(32, 17, _reorder_mxfp4),
     "U4_128": Source(128, 72, _reorder_u4_128, has_singles=True),
     "I8_128": Source(128, 132, _reorder_i8_128, has_singles=True),
+    "E4M3_128": Source(128, 132, _reorder_e4m3_128, has_singles=True),
     "TQ1_0": Source(256, 54, _reorder_tq1_0, 52),
     "TQ2_0": Source(256, 66, _reorder_tq2_0, 64),
 }

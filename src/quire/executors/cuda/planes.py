@@ -12,7 +12,7 @@ vectors. Of a block of a row a lane holds four *quarters* (the block's halves, t
 sixteen weights, in words of 32 bits, and each plane keeps a lane's words together:
 
     codes   4 bits, 8 a word: weight 2j + l of eight at bit 4j + 16l; words [lane, quarter, 2]
-            8 bits (Q8_0), 4 a word: words [lane, quarter, 4]
+            8 bits (Q8_0, E4M3_128), 4 a word: words [lane, quarter, 4]
             2 bits, 16 a word: weight 2j + l at bit 2j + 16l; words [lane, quarter]
             MXFP4's floats: words [half of the block], then rows of [lane, half of the steps, 2]
             IQ4's indices, numbers of grids' points: see plane_sources.py
@@ -39,6 +39,7 @@ import torch
 from quire.core.errors import UnsupportedModelError
 from quire.executors.cuda.plane_sources import CODE_SHIFT as CODE_SHIFT  # for those who use planes
 from quire.executors.cuda.plane_sources import (
+    E4M3_BITS,
     POWER_ONE,
     SOURCES,
     Pieces,
@@ -74,6 +75,7 @@ class Scales(Enum):
     HALVES = "a float16 a block, in `deltas`; 4 bits for 16 weights: a word for half a block"
     HALVES_AFTER_BITS = "the same after two words of upper bits of points' numbers"
     BEFORE_BITS = "a float16 a block, 4 bits a group; then upper bits of points' numbers"
+    SUMS = "two float16 for 128 weights, whose sum is the scale, in a word"
 
 
 _SCALE_WORDS = {
@@ -81,6 +83,7 @@ _SCALE_WORDS = {
     Scales.POWERS: 2,
     Scales.RECORDS: 2,
     Scales.HALVES: 2,
+    Scales.SUMS: 2,
     Scales.BLOCK: 0,
     Scales.AMONG_CODES: 0,
 }
@@ -175,6 +178,11 @@ class PlaneFormat:
         return self.scales is Scales.POWERS
 
     @property
+    def has_sums(self) -> bool:
+        """E4M3_128: codes are floats of 8 bits; scales have more bits than a float16."""
+        return self.scales is Scales.SUMS
+
+    @property
     def by_halves(self) -> bool:
         """The codes of a block's halves lie apart: a row of them is that of half a block."""
         return self.has_powers
@@ -227,6 +235,7 @@ PLANE_FORMATS = {
     "MXFP4": PlaneFormat(4, scales=Scales.POWERS),
     "U4_128": PlaneFormat(4, 1, zero_point=16),
     "I8_128": PlaneFormat(8, zero_point=128),
+    "E4M3_128": PlaneFormat(8, scales=Scales.SUMS),
     "TQ1_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
     "TQ2_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
 }
@@ -458,7 +467,7 @@ def exponent_of(format_name: str, raws: Sequence[Array]) -> int:
     if PLANE_FORMATS[format_name].has_powers:
         return max(int(raw.view(-1, size)[:, 0].max()) for raw in raws) - POWER_ONE - 1
     largest = max(_largest_scale(format_name, raw.view(-1, size)) for raw in raws)
-    return _exponent(largest, CODE_SHIFT)
+    return _exponent(largest, E4M3_BITS if PLANE_FORMATS[format_name].has_sums else CODE_SHIFT)
 
 
 def _largest_scale(format_name: str, blocks: Array) -> float:

@@ -82,6 +82,23 @@ def _bytes_asm() -> str:
 
 
 @gluon.constexpr_function
+def _e4m3_asm() -> str:
+    """Four words of four E4M3 floats to sixteen float16. A scale is the sum of two float16: the
+    product with the smaller is added to that with the larger before the one rounding that counts.
+    $8-$9 the even words, $10-$11 the odd, then the scale's larger part and its smaller, each
+    twice."""
+    lines = ["{", ".reg .b32 t, u;", ".reg .b16 a, b;"]
+    for word in range(2):
+        for index in range(4):
+            if index % 2 == 0:
+                lines.append(f"mov.b32 {{a, b}}, ${(8 if index < 2 else 10) + word};")
+            lines.append(f"cvt.rn.f16x2.e4m3x2 t, {'ab'[index % 2]};")
+            lines.append("mul.rn.f16x2 u, t, $14;")
+            lines.append(f"fma.rn.f16x2 ${word * 4 + index}, t, $12, u;")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
 def _floats_asm(num_words: int) -> str:
     """One or two words of eight floats of 4 bits (MXFP4) to as many float16: masks and shifts make
     each a float16 that is 2**-14 of it (see plane_sources.FLOAT_SHIFTS). Operands: the results, the
@@ -243,7 +260,7 @@ def _decode_asm(FORMAT, QUARTER):
     if FORMAT.has_values:
         return _values_asm()
     if FORMAT.code_bits == 8:
-        return _bytes_asm()
+        return _e4m3_asm() if FORMAT.has_sums else _bytes_asm()
     if FORMAT.code_bits == 2:
         return _two_bits_asm(FORMAT.high_bits > 0, QUARTER % 2 == 1)
     return _nibbles_asm(FORMAT.high_bits, QUARTER % 2 == 1)
@@ -773,6 +790,11 @@ def _scales_and_offsets(
     elif FORMAT.has_powers:
         s0, s1 = powers(scales, ROWS, WARPS)
         return (s0, s0, s1, s1), (s0, s0, s1, s1)  # there are no offsets
+    elif FORMAT.has_sums:  # no offsets either: the scales' smaller parts
+        first, second = _row_words(scales, ROW, ROWS, WARPS)
+        s0, m0 = _duplicated(first.broadcast_to([ROWS, 4]))
+        s1, m1 = _duplicated(second.broadcast_to([ROWS, 4]))
+        return (s0, s0, s1, s1), (m0, m0, m1, m1)
     elif FORMAT.has_stored_minimums:
         words = scales.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
         first, second = _two(words, LANE)

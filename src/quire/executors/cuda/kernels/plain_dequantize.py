@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 _ONE = tl.constexpr(2.0**-24)  # an integer 1 in a float16's lowest bit
+_E4M3_ONE = tl.constexpr(
+    2.0**32
+)  # 1 as E4M3, its bits in a float16's upper ones, times this: 1/_ONE
 # IQ4_VALUES plus 128, a byte each.
 _LOW_VALUES = tl.constexpr(0x766A5D4F3F2D1801)
 _HIGH_VALUES = tl.constexpr(0xF1D9C5B5A6998D81 - (1 << 64))
@@ -240,6 +243,10 @@ def _scale_and_offset(
         field = (tl.load(planes.scales + at.delta * 2 + at.half) >> (at.lane * 8)) & 255
         scale = _from_half_bits(field << 10)
         offset = scale * 0.0
+    elif FORMAT.has_sums:
+        word = tl.load(planes.scales + at.delta * 2 + at.half)
+        scale = _from_half_bits(word) + _from_half_bits(word >> 16)
+        offset = scale * 0.0
     elif FORMAT.grid != "":
         delta, odd, is_down = _grid_scale(planes, at, FORMAT)
         scale = _rounded(delta * factors.scales * odd, ROUNDED)
@@ -309,6 +316,9 @@ def _code(words: UnitWords, at: Units, FORMAT: tl.constexpr, WEIGHT: tl.constexp
         return tl.where(sign == 1, -size, size).to(tl.float32)
     elif FORMAT.has_powers:
         return _small_float(word >> (16 * ONE), PAIR)
+    elif FORMAT.has_sums:
+        bits = word >> (8 * (WEIGHT % 4))
+        return _from_half_bits((bits & 0x80) << 8 | (bits & 0x7F) << 7) * _E4M3_ONE
     elif FORMAT.code_bits == 8:
         return ((word >> (8 * (WEIGHT % 4))) & 255).to(tl.float32)
     elif FORMAT.has_values:
