@@ -265,7 +265,7 @@ struct Traits {
   static constexpr bool is_signed = is_signed_ && !signed_as_unsigned;
   static constexpr int zero = is_signed_ && signed_as_unsigned ? 128 : zero_;
   static constexpr bool in_blocks = takes_blocks(format_);
-  static_assert(in_blocks || !per_half_, "groups have one scale");
+  static_assert(in_blocks || !(per_half_ && has_minimum_), "groups have one minimum");
   static_assert(!has_minimum_ || zero_ == 0, "sums of codes serve the one or the other");
   static constexpr FormatInfo info = format_infos[format_];
   static constexpr int vectors_at_once = 1;  // that codes are made of
@@ -273,7 +273,8 @@ struct Traits {
   INLINE_STATIC void prepare(const uint8_t*, Prepared&) {}
 };
 
-// Formats in groups have a scale, and with has_minimum a minimum, for each sub-block.
+// Formats in groups have a scale, and with has_minimum a minimum, for each sub-block; where scales
+// are per half, `half_scale` gives the i-th of a record.
 struct AsQ8_0 : Traits<Q8_0, 8, 0, false, false, true> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) {
     return signed_codes(load_codes(p + 64 * j));
@@ -319,6 +320,22 @@ struct AsMXFP4 : Traits<MXFP4, 5, mxfp4_zero, false, false, false> {
     const Ints subnormal = (byte + one) * broadcast_int(1 << 21);
     return bits_as_floats(max(shift_left_23(byte - one), subnormal));
   }
+};
+struct AsNVFP4 : Traits<NVFP4, 5, mxfp4_zero, true, false, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return AsMXFP4::codes(p, j); }
+  INLINE_STATIC Floats half_scale(const uint8_t* r, int i) {
+    return load_e4m3(r + 16 * i) * broadcast(nvfp4_factor);
+  }
+};
+struct AsNVFP4_128 : Traits<NVFP4_128, 5, mxfp4_zero, true, false, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return AsMXFP4::codes(p, j); }
+  INLINE_STATIC Floats half_scale(const uint8_t* r, int i) {
+    return float_field(r, 0) * AsNVFP4::half_scale(r + 64, i);
+  }
+};
+struct AsQ1_0 : Traits<Q1_0, 2, 1, false, false, false> {  // 0 and 2
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return one_bit(p, j, 1); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
 struct AsU4_128 : Traits<U4_128, 4, 0, false, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }

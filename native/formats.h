@@ -42,9 +42,12 @@ enum Format : int {
   IQ3_XXS,
   IQ3_S,
   MXFP4,
+  NVFP4,
+  Q1_0,
   U4_128,
   I8_128,
   E4M3_128,
+  NVFP4_128,
   TERNARY,  // TQ1_0, TQ2_0 and I2_S
   num_formats
 };
@@ -80,9 +83,12 @@ constexpr FormatInfo format_infos[num_formats] = {
     {3, 192, 96, 8},   // IQ3_XXS
     {3, 208, 96, 8},   // IQ3_S
     {4, 256, 16, 1},   // MXFP4: the exponent of a power of two
+    {4, 256, 32, 1},   // NVFP4: two scales in E4M3
+    {1, 64, 32, 4},    // Q1_0: d
     {4, 256, 128, 4},  // U4_128: float32 d, zero point
     {8, 512, 64, 4},   // I8_128: float32 d
     {0, 16, 64, 4},    // E4M3_128: float32 d
+    {4, 256, 192, 4},  // NVFP4_128: float32 d, eight scales in E4M3
     {2, 128, 32, 8},   // ternary: d
 };
 
@@ -114,7 +120,7 @@ constexpr int8_t iq4_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 
 // MXFP4's values, doubled, plus a zero point that makes them unsigned.
-constexpr int mxfp4_zero = 12;
+constexpr int mxfp4_zero = 12;  // NVFP4 has the same
 constexpr int8_t mxfp4_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 // E4M3's weights are floats of a byte: a sign, four bits of exponent, three of fraction. The half
@@ -122,5 +128,12 @@ constexpr int8_t mxfp4_codes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 // refuse them.
 constexpr float e4m3_factor = 256.0f;
 constexpr int e4m3_block_size = 128;
+
+// NVFP4's scales have no sign, and 0x7f is 0. They are packed without the bit and with 0 for it, as
+// E4M3 then, and are halved, as the values are doubled.
+constexpr float nvfp4_factor = e4m3_factor / 2.0f;
+constexpr uint8_t packed_nvfp4_scale(uint8_t byte) {
+  return byte == 0x7f ? uint8_t{0} : static_cast<uint8_t>(byte & 0x7f);
+}
 
 }  // namespace quire

@@ -231,6 +231,9 @@ void gemm(const Gemm& p) {
     case IQ3_XXS: return gemm_quantised<AsIQ3_XXS>(p);
     case IQ3_S: return gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return gemm_quantised<AsMXFP4>(p);
+    case NVFP4: return gemm_quantised<AsNVFP4>(p);
+    case NVFP4_128: return gemm_quantised<AsNVFP4_128>(p);
+    case Q1_0: return gemm_quantised<AsQ1_0>(p);
     case U4_128: return gemm_quantised<AsU4_128>(p);
     case I8_128: return gemm_quantised<AsI8_128>(p);
     case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);

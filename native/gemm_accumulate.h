@@ -4,6 +4,7 @@
 // sub-block is exact, then
 //     acc = fma(sum - zero * sum_of_codes, weight_scale * activation_scale, acc)
 //     acc = fma(weight_minimum, scaled_sum_of_codes, acc)              where there are minimums
+// The same for each half of a sub-block where scales are per half.
 // Where weights have super-blocks and activations are ActivationBlocks, the integer sum is exact to
 // the end of a super-block (sub-blocks are halves of 16 where scales are per half):
 //     whole  = sum over its sub-blocks of sub_scale * (sum - zero * sum_of_codes)
@@ -62,7 +63,12 @@ struct PackedSource {
   INLINE_METHOD const uint8_t* record(int s, int g) const {
     return scales_of[g] + static_cast<int64_t>(s / T::info.scale_span) * T::info.scale_bytes;
   }
-  INLINE_METHOD Floats scale(int s, int g) const { return T::scale(record(s, g)); }
+  INLINE_METHOD Floats scale(int s, int g, int half) const {
+    if constexpr (T::per_half)
+      return T::half_scale(record(s, g), s % T::info.scale_span * 2 + half);
+    else
+      return T::scale(record(s, g));
+  }
   INLINE_METHOD Floats minimum(int s, int g) const { return T::minimum(record(s, g)); }
   // Of the super-block that begins with sub-block s.
   INLINE_METHOD Floats super_scale(int s, int g) const { return T::super_scale(record(s, g)); }
@@ -115,7 +121,7 @@ constexpr bool needs_code_sums = F::has_minimum || F::zero != 0;
 template <bool in_blocks, int panels>
 struct alignas(64) UnpackedTileData {
   uint8_t codes[slab][8][panels][64];
-  float scales[slab][panels][16];
+  float scales[2 * slab][panels][16];
   float minimums[slab][panels][16];
 };
 template <int panels>
@@ -182,7 +188,9 @@ struct UnpackedTile {
   INLINE_METHOD void some_codes(int s, int g, int j, const Prepared&, Codes* some) const {
     some[0] = codes(s, g, j);
   }
-  INLINE_METHOD Floats scale(int s, int g) const { return load(data.scales[s][g]); }
+  INLINE_METHOD Floats scale(int s, int g, int half) const {
+    return load(data.scales[halves_of<F> * s + half][g]);
+  }
   INLINE_METHOD Floats minimum(int s, int g) const { return load(data.minimums[s][g]); }
   INLINE_METHOD Floats super_scale(int, int g) const { return load(data.super_scales[g]); }
   INLINE_METHOD Floats negative_super_minimum(int, int g) const {
@@ -199,7 +207,8 @@ void unpack_slab(const PackedSource<T, panels>& from, int first, int count,
   for (int s = 0; s < count; s++)
     for (int g = 0; g < panels; g++) {
       for (int j = 0; j < 8; j++) store_codes(to.codes[s][j][g], from.codes(first + s, g, j));
-      store(to.scales[s][g], from.scale(first + s, g));
+      for (int h = 0; h < halves_of<T>; h++)
+        store(to.scales[halves_of<T> * s + h][g], from.scale(first + s, g, h));
       if constexpr (T::has_minimum) store(to.minimums[s][g], from.minimum(first + s, g));
     }
 }
@@ -230,34 +239,48 @@ void unpack_slab(const PackedSource<T, panels>& from, int first, int,
 
 // ---- the micro-kernel: `panels` panels times `tokens` tokens over `count` sub-blocks
 
+// Of the codes that have one scale: a sub-block's, or those of one of its halves.
+template <class F>
+INLINE float sum_of_codes(const ActivationGroup& a, int half) {
+  if (!F::per_half) return a.sum;
+  return half == 0 ? a.sum - a.second_sum : a.second_sum;
+}
+
 template <class Source, int panels, int tokens>
 INLINE void accumulate(const Source& source, int first, int count,
                        const ActivationGroup* const* activations, Floats (*acc)[tokens]) {
   using F = typename Source::Format;
+  constexpr int halves = halves_of<F>, vectors = 8 / halves;
   for (int s = first; s < first + count; s++) {
     source.prefetch_next(s);
-    Dot<F::bits, F::is_signed> dots[panels][tokens];
-    UNROLL(8)
-    for (int j = 0; j < 8; j++) {
+    UNROLL(2)
+    for (int h = 0; h < halves; h++) {
+      Dot<F::bits, F::is_signed> dots[panels][tokens];
+      UNROLL(8)
+      for (int j = h * vectors; j < (h + 1) * vectors; j++) {
+        UNROLL(2)
+        for (int g = 0; g < panels; g++) {
+          const Codes w = source.codes(s, g, j);
+          UNROLL(4)
+          for (int t = 0; t < tokens; t++)
+            dots[g][t].add(w, activations[t][s].codes + 4 * j, j, h * vectors);
+        }
+      }
       UNROLL(2)
       for (int g = 0; g < panels; g++) {
-        const Codes w = source.codes(s, g, j);
+        const Floats scale = source.scale(s, g, h);
+        Floats minimum = scale;
+        if constexpr (F::has_minimum) minimum = source.minimum(s, g);
         UNROLL(4)
-        for (int t = 0; t < tokens; t++) dots[g][t].add(w, activations[t][s].codes + 4 * j, j, 0);
-      }
-    }
-    UNROLL(2)
-    for (int g = 0; g < panels; g++) {
-      const Floats scale = source.scale(s, g);
-      Floats minimum = scale;
-      if constexpr (F::has_minimum) minimum = source.minimum(s, g);
-      UNROLL(4)
-      for (int t = 0; t < tokens; t++) {
-        const ActivationGroup& a = activations[t][s];
-        Floats sum = to_floats(dots[g][t].total());
-        if (F::zero != 0) sum = fma(broadcast(a.sum), broadcast(-static_cast<float>(F::zero)), sum);
-        acc[g][t] = fma(sum, scale * broadcast(a.scale), acc[g][t]);
-        if (F::has_minimum) acc[g][t] = fma(minimum, broadcast(a.scaled_sum), acc[g][t]);
+        for (int t = 0; t < tokens; t++) {
+          const ActivationGroup& a = activations[t][s];
+          Floats sum = to_floats(dots[g][t].total());
+          if (F::zero != 0)
+            sum =
+                fma(broadcast(sum_of_codes<F>(a, h)), broadcast(-static_cast<float>(F::zero)), sum);
+          acc[g][t] = fma(sum, scale * broadcast(a.scale), acc[g][t]);
+          if (F::has_minimum) acc[g][t] = fma(minimum, broadcast(a.scaled_sum), acc[g][t]);
+        }
       }
     }
   }

@@ -87,7 +87,7 @@ void fill_weights(const PackedSource<T, tile_panels>& from, int first, int count
         for (int j = 0; j < 8; j++)
           store_codes(to.codes[g][s][j], less_zero<T::zero>(source.codes(first + s, g, j)));
       }
-      store(to.scales[g][s], source.scale(first + s, g));
+      store(to.scales[g][s], source.scale(first + s, g, 0));
       if constexpr (T::has_minimum) store(to.minimums[g][s], source.minimum(first + s, g));
     }
   }
@@ -378,10 +378,11 @@ void amx_gemm(const Gemm& p) {
     case IQ3_XXS: return amx_gemm_quantised<AsIQ3_XXS>(p);
     case IQ3_S: return amx_gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return amx_gemm_quantised<AsMXFP4>(p);
+    case Q1_0: return amx_gemm_quantised<AsQ1_0>(p);
     case U4_128: return amx_gemm_quantised<AsU4_128>(p);
     case I8_128: return amx_gemm_quantised<AsI8_128>(p);
     case TERNARY: return suits_tiles<AsTernary>(p) ? amx_gemm_quantised<AsTernary>(p) : gemm(p);
-    default: return gemm(p);  // floats
+    default: return gemm(p);  // floats, and what has scales for halves of sub-blocks
   }
 }
 

@@ -10,13 +10,15 @@ constexpr int panel_rows = 16;     // rows of a weight matrix packed side by sid
 constexpr int block_size = 16;     // tokens of a KV cache block
 constexpr int kv_tile_size = 128;  // positions of an attention tile; tiles start at multiples of it
 
-// 32 activations of one token: value = scale * code. `sum` is the sum of the codes, `scaled_sum` is
-// scale * sum: minimums and zero points of weights are multiplied by these.
+// 32 activations of one token: value = scale * code. `sum` is the sum of the codes, `second_sum`
+// that of the last sixteen, `scaled_sum` is scale * sum: minimums and zero points of weights are
+// multiplied by these.
 struct alignas(64) ActivationGroup {
   int8_t codes[group_size];
   float scale, sum, scaled_sum;
   float row_sum;  // of the codes of a whole row: in the first group of one with a per-token scale
-  float unused[4];
+  float second_sum;
+  float unused[3];
 };
 static_assert(sizeof(ActivationGroup) == 64, "one cache line");
 

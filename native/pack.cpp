@@ -73,6 +73,9 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
       return;
     case IQ4_XS: spread(block + 8, 128, 4, 16, codes, 0); return;
     case MXFP4: spread(block + 1, 16, 4, 16, codes, 0); return;
+    case NVFP4: spread(block + 4, 32, 4, 8, codes, 0); return;
+    case NVFP4_128: spread(block + 12, 64, 4, 8, codes, 0); return;
+    case Q1_0: spread(block + 2, 16, 1, 1, codes, 0); return;
     case U4_128: spread(block + 8, 64, 4, 16, codes, 0); return;
     case I8_128: std::memcpy(codes, block + 4, 128); return;
     case TERNARY:
@@ -126,11 +129,16 @@ uint16_t ternary_scale(const SourceFormat& from, const uint8_t* block) {
   return half;
 }
 
+void put_nvfp4_scales(uint8_t* scales, int count, int row, const uint8_t* bytes) {
+  for (int i = 0; i < count; i++) scales[panel_rows * i + row] = packed_nvfp4_scale(bytes[i]);
+}
+
 void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t* record) {
   switch (from.packed) {
     case Q8_0:
     case Q4_0:
     case Q5_0:
+    case Q1_0:
     case IQ4_NL: put_half(record, 0, row, block); return;
     case Q4_1:
     case Q5_1: put_two_halves(record, row, block); return;
@@ -160,6 +168,11 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
                          block[2 + i / 4] >> (i % 4 * 2));
       return;
     case MXFP4: record[row] = block[0]; return;
+    case NVFP4: put_nvfp4_scales(record, 4, row, block); return;  // two records
+    case NVFP4_128:
+      put_float(record, 0, row, block);
+      put_nvfp4_scales(record + 64, 8, row, block + 4);
+      return;
     case U4_128: put_float(record, 1, row, block + 4); [[fallthrough]];
     case I8_128: put_float(record, 0, row, block); return;
     case TERNARY: {
@@ -187,7 +200,8 @@ void put_planes(int bits, const SubBlock& codes, uint8_t* to) {
         };
         if (bits == 8) put(to + 64 * j, code);
         if (bits >= 4 && bits <= 6) put(to + 64 * (j & 3), (code & 15) << (j < 4 ? 0 : 4));
-        if (bits <= 3) put(to + 64 * (j & 1), (code & 3) << (2 * (j >> 1)));
+        if (bits == 1) put(to, code << j);
+        if (bits == 2 || bits == 3) put(to + 64 * (j & 1), (code & 3) << (2 * (j >> 1)));
         if (bits == 3) put(high, (code >> 2) << j);
         if (bits == 5) put(high, (code >> 4) << j);
         if (bits == 6) put(high + 64 * (j & 1), (code >> 4) << (2 * (j >> 1)));
@@ -205,6 +219,7 @@ int code_at(int bits, const uint8_t* from, int row, int k) {
     case 5: return nibble() | (high[at] >> j & 1) << 4;
     case 6: return nibble() | (high[64 * (j & 1) + at] >> two & 3) << 4;
     case 3: return (from[64 * (j & 1) + at] >> two & 3) | (high[at] >> j & 1) << 2;
+    case 1: return from[at] >> j & 1;
     default: return from[64 * (j & 1) + at] >> two & 3;
   }
 }
@@ -227,11 +242,20 @@ float power_of_two(int exponent) {
   return float_of_bits(static_cast<uint32_t>(bits));
 }
 
+// NVFP4's scale, as it is packed: half of an E4M3 float.
+float nvfp4_scale(uint8_t packed) { return nvfp4_factor * float_of_half(half_of_e4m3(packed)); }
+
 // A code's weight, in the order of operations of GGUF's own decoders.
 float weight_of(Format format, int code, const uint8_t* record, int s, int half, int row) {
   const auto value = [](int x) { return static_cast<float>(x); };
   switch (format) {  // records that hold no half
     case MXFP4: return power_of_two(record[row]) * value(mxfp4_codes[code] - mxfp4_zero);
+    case NVFP4:
+      return nvfp4_scale(record[panel_rows * half + row]) * value(mxfp4_codes[code] - mxfp4_zero);
+    case NVFP4_128: {
+      const float scale = nvfp4_scale(record[64 + panel_rows * (2 * s + half) + row]);
+      return float_at(record, 0, row) * (scale * value(mxfp4_codes[code] - mxfp4_zero));
+    }
     case U4_128: return float_at(record, 0, row) * (value(code) - float_at(record, 1, row));
     case I8_128: return float_at(record, 0, row) * value(static_cast<int8_t>(code));
     default: break;
@@ -256,6 +280,7 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
     case Q6_K: return d * signed_field(2 * s + half) * value(code - 32);
     case IQ4_NL: return d * value(iq4_values[code]);
     case IQ4_XS: return d * signed_field(s) * value(iq4_values[code]);
+    case Q1_0: return d * value(2 * code - 1);
     case TERNARY: return d * value(code - 1);
     default: return 0.0f;
   }
@@ -323,6 +348,8 @@ const SourceFormat* source_format(const char* name) {
       {"IQ4_NL", IQ4_NL, 32, 18},
       {"IQ4_XS", IQ4_XS, 256, 136},
       {"MXFP4", MXFP4, 32, 17},
+      {"NVFP4", NVFP4, 64, 36},
+      {"Q1_0", Q1_0, 128, 18},
       {"IQ1_S", IQ1_S, 256, 50},
       {"IQ1_M", IQ1_M, 256, 56},
       {"IQ2_XXS", IQ2_XXS, 256, 66},
@@ -333,6 +360,7 @@ const SourceFormat* source_format(const char* name) {
       {"U4_128", U4_128, 128, 72},
       {"I8_128", I8_128, 128, 132},
       {"E4M3_128", E4M3_128, e4m3_block_size, 4 + e4m3_block_size},
+      {"NVFP4_128", NVFP4_128, 128, 76},
       {"TQ1_0", TERNARY, 256, 54},
       {"TQ2_0", TERNARY, 256, 66},
       {"I2_S", TERNARY, 128, 32},

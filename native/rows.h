@@ -130,9 +130,11 @@ INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) 
   __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4E));
   sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xB1));
+  const __m256i second = sums;  // of the codes of each half
   sums = _mm256_add_epi32(sums, _mm256_permute2x128_si256(sums, sums, 1));
+  sums = _mm256_blend_epi32(sums, second, 1 << 4);
   const __m256 scales = _mm256_set1_ps(scale), ones = _mm256_set1_ps(1.0f);
-  __m256 factors = _mm256_blend_ps(_mm256_setzero_ps(), ones, 1 << 1);
+  __m256 factors = _mm256_blend_ps(_mm256_setzero_ps(), ones, 1 << 1 | 1 << 4);
   factors = _mm256_blend_ps(factors, scales, 1 << 2);
   const __m256 fields = _mm256_mul_ps(_mm256_cvtepi32_ps(sums), factors);
   _mm256_store_ps(&out->scale, _mm256_blend_ps(fields, scales, 1));
@@ -145,6 +147,7 @@ INLINE void store_group(Ints low, Ints high, float scale, ActivationGroup* out) 
   out->sum = static_cast<float>(sum_of_lanes(low) + sum_of_lanes(high));
   out->scaled_sum = scale * out->sum;
   out->row_sum = 0.0f;
+  out->second_sum = static_cast<float>(sum_of_lanes(high));
   for (float& nothing : out->unused) nothing = 0.0f;
 }
 #endif

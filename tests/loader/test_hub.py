@@ -89,6 +89,8 @@ def test_every_short_name_is_a_name() -> None:
         ("tinyllama-1.1b-chat-v1.0.Q5_0.gguf", "Q5_0"),
         ("ggml-model-i2_s.gguf", "I2_S"),
         ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("Qwen3-8B-NVFP4.gguf", "NVFP4"),
+        ("Bonsai-8B-Q1_0.gguf", "Q1_0"),
         ("m-IQ4_XS.gguf", "IQ4_XS"),
         ("m-bf16.gguf", "BF16"),
         ("model.gguf", None),

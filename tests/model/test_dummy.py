@@ -138,6 +138,14 @@ def test_mxfp4_is_for_experts_and_for_all_matrices_of_a_model_without_them() -> 
     assert formats("dummy:tiny:MXFP4")["blk.1.attn_v.weight"] == "MXFP4"
 
 
+def test_nvfp4_is_for_linears_and_q1_0_for_all_but_the_head() -> None:
+    """As llama.cpp converts checkpoints to the one and quantises to the other."""
+    nvfp4, q1_0 = (formats(f"dummy:tiny:{name}") for name in ("NVFP4", "Q1_0"))
+    assert (nvfp4["token_embd.weight"], nvfp4["output.weight"]) == ("BF16", "BF16")
+    assert {nvfp4[name] for name in nvfp4 if "blk" in name} == {"NVFP4", "F32"}
+    assert (q1_0["token_embd.weight"], q1_0["output.weight"]) == ("Q1_0", "Q6_K")
+
+
 def test_float_mixes_are_float_throughout() -> None:
     assert Counter(formats("dummy:tiny:bf16").values()) == {"BF16": 16, "F32": 5}
 

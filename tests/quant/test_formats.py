@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.executors.cpu.blocks import exact_own, random_matrix, sizes
+from tests.executors.cpu.blocks import OWN, exact_own, exact_q1_0, random_matrix, sizes
 from tests.fixture_files import TINY_BITNET_FILES, TINY_FILES, fixture_file
 
 from quire.core.errors import UnsupportedModelError
@@ -39,6 +39,8 @@ HALVES = {
     "IQ1_M": (),  # in parts: put_iq1_m_scales
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"), (0,)),
     "MXFP4": (),  # its scale is a byte that may have any value
+    "NVFP4": (),  # as are its scales
+    "Q1_0": (0,),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
@@ -64,6 +66,8 @@ def decode(raw: npt.NDArray[np.uint8], block_format: Format) -> npt.NDArray[np.f
 
 
 def reference(raw: npt.NDArray[np.uint8], block_format: Format) -> npt.NDArray[np.float32]:
+    if block_format.name == "Q1_0":  # the package does not decode it
+        return exact_q1_0(raw)
     if block_format.name in ("F32", "F16"):  # the package takes these as arrays of floats
         return raw.view({"F32": "<f4", "F16": "<f2"}[block_format.name]).astype(np.float32)
     with np.errstate(over="ignore"):
@@ -117,7 +121,7 @@ def test_own_formats_decode_as_they_are_defined(block_format: Format) -> None:
 
 
 def test_own_formats_are_no_types_of_gguf_files() -> None:
-    assert {known.name for known in OWN_FORMATS} == {"U4_128", "I8_128", "E4M3_128"}
+    assert {known.name for known in OWN_FORMATS} == set(OWN)
     with pytest.raises(UnsupportedModelError, match=r"I2_S\. Convert"):
         format_of_ggml_type(99, "test")
 
@@ -180,8 +184,8 @@ def test_formats_are_found_by_name_and_by_number() -> None:
 
 
 def test_an_unsupported_type_is_named_with_its_tensor_and_what_is_supported() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x'.*NVFP4 \(GGUF type 40\).*Q4_K"):
-        format_of_ggml_type(40, "blk.0.x")
+    with pytest.raises(UnsupportedModelError, match=r"'blk.0.x'.*Q2_0 \(GGUF type 42\).*Q4_K"):
+        format_of_ggml_type(42, "blk.0.x")
     with pytest.raises(UnsupportedModelError, match=r"unknown \(GGUF type 4711\)"):
         format_of_ggml_type(4711, "blk.0.x")
     with pytest.raises(UnsupportedModelError, match=r"'blk.0.x' has type I64"):

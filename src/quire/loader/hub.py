@@ -41,7 +41,7 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's of a small file, sha
 _PART = re.compile(r"-(\d{5})-of-(\d{5})(?=\.gguf$)")
 _QUANT_IN_FILE = re.compile(
     r"(?:^|[-._/])((?:UD-)?(?:IQ\d_[A-Z]+|Q\d_K(?:_[A-Z]+)?|Q\d_[01](?:_\d_\d)?|TQ\d_0|I2_S|"
-    r"MXFP4(?:_MOE)?|BF16|F16|FP16|F32|FP32))(?=$|[-._/])",
+    r"MXFP4(?:_MOE)?|NVFP4|BF16|F16|FP16|F32|FP32))(?=$|[-._/])",
     re.I,
 )
 _NOT_MODELS = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?=[-._/])", re.I)

@@ -33,7 +33,7 @@ from quire.loader.tensor import Tensor, packed_size
 from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.quant_mixes import Mix, find_mix, tensor_format
 from quire.model.spec import ModelSpec, takes_bytes_by_token, tensor_shapes
-from quire.quant.formats import Format, format_named
+from quire.quant.formats import E4M3_SIZES, Format, format_named
 
 _MAX_SEED = (1 << 32) - 1
 _NORM_SPREAD = 0.1  # norm weights lie around one
@@ -451,16 +451,18 @@ _SCALES: dict[str, dict[int, float]] = {
     "IQ3_S": {0: 1.0},
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
+    "Q1_0": {0: 1.0},
     "TQ1_0": {52: 1.0},
     "TQ2_0": {64: 1.0},
 }
 # Those that begin with a float32 scale.
-_WITH_SINGLES = ("U4_128", "I8_128", "E4M3_128")
+_WITH_SINGLES = ("U4_128", "I8_128", "E4M3_128", "NVFP4_128")
 # By float format: its integer type, and the bits of its fraction and its exponent.
 _FLOATS = {"F32": ("<u4", 23, 8), "F16": ("<u2", 10, 5), "BF16": ("<u2", 7, 8)}
 _MEAN_SIZE = math.sqrt(7 / 3)  # root mean square of uniform numbers from 1 to 2
 _SAMPLE_BLOCKS = 256
 _E8M0_ONE = 128  # MXFP4's scale that multiplies its doubled values by 1
+_E4M3_TWO = 0x40  # and NVFP4's
 
 
 def random_blocks(
@@ -481,6 +483,8 @@ def random_blocks(
     scale = size / _size_at_scale_one(block_format)
     if block_format.name == "MXFP4":
         _set_powers_of_two(blocks, scale)
+    elif block_format.name == "NVFP4":
+        _set_e4m3(blocks[:, :4], scale)
     elif block_format.name == "IQ1_M":
         _set_nibbles(blocks, scale)
     if block_format.name in _WITH_SINGLES:
@@ -500,6 +504,14 @@ def _set_powers_of_two(blocks: Bytes, scale: float) -> None:
     share = (4 * fraction**2 - 1) / 3  # of the larger power
     is_larger = blocks[:, 0] < 256 * share
     blocks[:, 0] = _E8M0_ONE + exponent - 1 + is_larger
+
+
+def _set_e4m3(random: Bytes, scale: float) -> None:
+    """Of the codes around twice the scale as many each as make the mean square that of it."""
+    above = int(np.searchsorted(E4M3_SIZES[:-1], 2 * scale, side="right").clip(1, 126))
+    low, high = (float(size) ** 2 for size in E4M3_SIZES[above - 1 : above + 1])
+    share = (4 * scale**2 - low) / (high - low)  # of the larger code
+    random[:] = above - 1 + (random < 256 * share)
 
 
 def _set_nibbles(blocks: Bytes, scale: float) -> None:
@@ -542,6 +554,10 @@ def _keep_to_the_format(blocks: Bytes, block_format: Format) -> None:
         groups += 8
     elif block_format.name == "U4_128":  # its zero point is one of the codes
         blocks[:, 4:8].view("<f4")[:] = 8.0
+    elif block_format.name == "NVFP4_128":  # from 1 to 3.75; the float32 has their size
+        scales = blocks[:, 4:12]
+        scales &= 15
+        scales += 0x38
 
 
 @cache
@@ -553,6 +569,8 @@ def _size_at_scale_one(block_format: Format) -> float:
     _keep_to_the_format(blocks, block_format)
     if block_format.name == "MXFP4":
         blocks[:, 0] = _E8M0_ONE
+    elif block_format.name == "NVFP4":
+        blocks[:, :4] = _E4M3_TWO
     elif block_format.name == "IQ1_M":
         _set_nibbles(blocks, 1.0)
     if block_format.name in _WITH_SINGLES:

@@ -42,6 +42,7 @@ MIXES = {
         Mix("IQ4_NL", "IQ4_NL", 25),
         Mix("IQ4_XS", "IQ4_XS", 30),
         Mix("MXFP4", "MXFP4", 38),  # of experts alone where a model has them
+        Mix("NVFP4", "NVFP4", 39),  # as llama.cpp converts checkpoints: what is no linear is BF16
         Mix("IQ3_M", "IQ3_S", 27),
         Mix("IQ3_S", "IQ3_S", 26),
         Mix("IQ3_XS", "IQ3_S", 22),
@@ -58,6 +59,7 @@ MIXES = {
         Mix("Q2_K", "Q2_K", 10),
         Mix("TQ2_0", "TQ2_0", 37),
         Mix("TQ1_0", "TQ1_0", 36),
+        Mix("Q1_0", "Q1_0", 40),
     )
 }
 
@@ -132,6 +134,8 @@ def _filled(wanted: Format, name: str, columns: int) -> Format:
 
 
 def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
+    if mix.name == "NVFP4":
+        return "BF16" if name in ("output.weight", "token_embd.weight") else mix.base
     if name == "output.weight" or (name == "token_embd.weight" and spec.tied_head):
         if mix.base in ("Q8_0", "MXFP4") or not fills_base:
             return "Q8_0"

@@ -154,6 +154,35 @@ def decode_mxfp4(blocks: Blocks) -> Floats:
     return scale * MXFP4_VALUES[planes(blocks[:, 1:], bits=4, run=16)]
 
 
+def _e4m3_sizes() -> Floats:
+    """Of the 128 codes without a sign, the last of which is no number in E4M3 itself."""
+    codes = np.arange(128)
+    exponents, fractions = codes >> 3, codes & 7
+    scaled = np.where(exponents == 0, fractions, (8 + fractions) << np.maximum(exponents, 1) - 1)
+    sizes: Floats = (scaled * 2.0**-9).astype(np.float32)
+    return sizes
+
+
+E4M3_SIZES = _e4m3_sizes()
+# NVFP4's scales: halved, as MXFP4_VALUES are doubled. 0x7F is 0, a sign is ignored.
+_NVFP4_SCALES = np.tile(E4M3_SIZES / 2, 2)
+_NVFP4_SCALES[0x7F] = 0.0
+
+
+def _scaled_e2m1(scales: Blocks, packed: Blocks) -> Floats:
+    """Floats of 4 bits, sixteen of which have a scale: NVFP4 without what else it may have."""
+    return grouped(_NVFP4_SCALES[scales], MXFP4_VALUES[planes(packed, bits=4, run=8)])
+
+
+def decode_nvfp4(blocks: Blocks) -> Floats:
+    return _scaled_e2m1(blocks[:, :4], blocks[:, 4:])
+
+
+def decode_q1_0(blocks: Blocks) -> Floats:
+    signs = planes(blocks[:, 2:], bits=1, run=1).astype(np.float32)
+    return half(blocks, 0) * (2 * signs - 1)
+
+
 def decode_tq1_0(blocks: Blocks) -> Floats:
     """Five ternary digits a byte, in runs of 32 and 16 bytes; the last 16 weights four a byte."""
     first = _trits(blocks[:, :32], run=32, digits=5)
@@ -267,6 +296,11 @@ def decode_e4m3_128(blocks: Blocks) -> Floats:
     return single(blocks, 0) * (halves.astype(np.float32) * np.float32(256))
 
 
+def decode_nvfp4_128(blocks: Blocks) -> Floats:
+    """NVFP4 with what its tensor's weights are multiplied by besides."""
+    return single(blocks, 0) * _scaled_e2m1(blocks[:, 4:12], blocks[:, 12:])
+
+
 # ---- the table
 
 
@@ -324,12 +358,15 @@ FORMATS = (
     Format("IQ4_NL", 20, 32, 18, decode_iq4_nl),
     Format("IQ4_XS", 23, 256, 136, decode_iq4_xs),
     Format("MXFP4", 39, 32, 17, decode_mxfp4),
+    Format("NVFP4", 40, 64, 36, decode_nvfp4),
+    Format("Q1_0", 41, 128, 18, decode_q1_0),
     Format("TQ1_0", 34, 256, 54, decode_tq1_0),
     Format("TQ2_0", 35, 256, 66, decode_tq2_0),
     Format("I2_S", 36, 128, 32, decode_i2_s, tail_bytes=32),
     Format("U4_128", -1, 128, 72, decode_u4_128),
     Format("I8_128", -1, 128, 132, decode_i8_128),
     Format("E4M3_128", -1, 128, 132, decode_e4m3_128),
+    Format("NVFP4_128", -1, 128, 76, decode_nvfp4_128),
 )
 
 
@@ -359,7 +396,7 @@ _OTHER_NAMES = {
     26: "I32",
     27: "I64",
     28: "F64",
-    40: "NVFP4",
+    42: "Q2_0",
 }
 
 

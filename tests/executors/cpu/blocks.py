@@ -33,6 +33,8 @@ SCALES: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), (0,)),
     "IQ1_M": (),  # in four parts
     "MXFP4": (),  # a power of two in the first byte
+    "NVFP4": (),  # floats of a byte in the first four
+    "Q1_0": (0,),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
@@ -41,6 +43,7 @@ OWN: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "U4_128": (128, 72, (0, 4)),
     "I8_128": (128, 132, (0,)),
     "E4M3_128": (128, 132, (0,)),
+    "NVFP4_128": (128, 76, (0,)),
 }
 BLOCK_FORMATS = (*SCALES, *OWN)
 FORMATS = (*FLOATS, *BLOCK_FORMATS)
@@ -52,7 +55,8 @@ GROUP = np.dtype(
         ("sum", np.float32),
         ("scaled_sum", np.float32),
         ("row_sum", np.float32),
-        ("unused", np.float32, 4),
+        ("second_sum", np.float32),
+        ("unused", np.float32, 3),
     ]
 )
 BLOCK = np.dtype(
@@ -80,6 +84,8 @@ class Matrix:
         """The weights as the gguf package decodes them; quire's own as they are defined."""
         if self.format in OWN:
             return exact_own(self.format, self.blocks).reshape(self.num_rows, self.in_size)
+        if self.format == "Q1_0":
+            return exact_q1_0(self.blocks.reshape(-1, 18)).reshape(self.num_rows, self.in_size)
         kind = gguf.GGMLQuantizationType[self.format]
         if self.format == "F16":
             return self.blocks.view(np.float16).astype(np.float32)
@@ -104,9 +110,21 @@ def exact_own(name: str, raw: Bytes) -> Floats:
             found = floats[0] * (nibbles.astype(np.float32) - floats[1])
         elif name == "I8_128":
             found = floats[0] * codes.view(np.int8).astype(np.float32)
+        elif name == "NVFP4_128":  # as two blocks of NVFP4, whose scales come first
+            parts = [codes[:, :8].reshape(-1, 2, 4), codes[:, 8:].reshape(-1, 2, 32)]
+            nvfp4 = np.concatenate(parts, axis=2).reshape(-1, 36)
+            values = gguf.quants.dequantize(nvfp4, gguf.GGMLQuantizationType.NVFP4)
+            found = floats[0] * values.reshape(-1, 128)
         else:
             found = floats[0] * e4m3_values()[codes]
     return np.asarray(found, np.float32)
+
+
+def exact_q1_0(blocks: Bytes) -> Floats:
+    """Weights of Q1_0, which the gguf package does not decode: the scale, or less it."""
+    scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
+    is_set = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(bool)
+    return np.where(is_set, scales, -scales)
 
 
 def e4m3_values() -> Floats:
@@ -172,6 +190,8 @@ def put_scales(name: str, blocks: Bytes, scales: Doubles) -> None:
         for offset in OWN[name][2]:
             blocks[..., offset : offset + 4] = scales.astype(np.float32)[..., None].view(np.uint8)
         return
+    if name == "NVFP4":
+        blocks[..., :4] = 0x20 + blocks[..., :4] % 24  # 2**-3 to 2**-1
     if name == "MXFP4":
         blocks[..., 0] = 128 + np.rint(np.log2(scales))
     if name == "IQ1_M":  # a nibble of the half each above the scales of four words

@@ -151,7 +151,8 @@ def test_blocks_of_any_bytes_give_the_same_in_every_unit(name: str) -> None:
     packed = hostile_matrix(name, 400, 512).packed()
     columns = activations(normal(17, 512), packed)
     expected = gemm("portable", packed, columns, 400)
-    assert 0 < np.isfinite(expected).all(axis=0).sum() < 400
+    num_finite = np.isfinite(expected).all(axis=0).sum()
+    assert 0 < num_finite and (num_finite == 400) == (name == "NVFP4")  # whose scales all are
     for unit in UNITS[1:]:
         np.testing.assert_array_equal(gemm(unit, packed, columns, 400), expected)
 
@@ -168,6 +169,23 @@ def test_every_scale_of_mxfp4_is_the_power_of_two_that_it_stands_for(unit: str) 
     found = gemm(unit, matrix.packed(), columns, 256)
     assert np.array_equal(found, np.broadcast_to(matrix.exact[:, 3], (14, 256)))
     assert found[0, 0] == 2.0**-128 and found[0, 255] == 2.0**127
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_every_scale_of_nvfp4_is_the_float_that_it_stands_for(unit: str) -> None:
+    """For each of the four sixteens of a block: a row each, in which the other scales are 0."""
+    blocks = np.zeros((4, 256, 36), np.uint8)
+    for at in range(4):
+        blocks[at, :, at] = np.arange(256)
+    blocks[..., 4:] = 1 | 2 << 4  # the values 0.5 and 1, doubled
+    matrix = Matrix("NVFP4", 1024, 64, blocks.reshape(1024, 36))
+    columns = np.zeros((14, 2), GROUP)  # enough of them for a tile
+    columns["codes"][..., 3], columns["codes"][..., 31] = 1, 1
+    columns["sum"], columns["second_sum"], columns["scale"] = 2, 1, 1
+    found = gemm(unit, matrix.packed(), columns, 1024)
+    expected = matrix.exact[:, [3, 31, 35, 63]].sum(axis=1)
+    assert np.array_equal(found, np.broadcast_to(expected, (14, 1024)))
+    assert found[0, 255] == found[0, 256 + 255] / 2 == 240.0 and found[0, 0x7F] == 0
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -98,6 +98,8 @@ def test_sums_of_codes_are_exact(unit: str) -> None:
     sums = groups["codes"].sum(axis=1, dtype=np.int64).astype(np.float32)
     assert np.array_equal(groups["sum"], sums)
     assert np.array_equal(groups["scaled_sum"], groups["scale"] * sums)
+    second = groups["codes"][:, 16:].sum(axis=1, dtype=np.int64)
+    assert np.array_equal(groups["second_sum"], second)
     assert not groups["unused"].any() and not groups["row_sum"].any()
 
 

@@ -40,7 +40,7 @@ def test_codes_and_scales_at_their_limits_come_back_exactly(name: str, byte: int
 @pytest.mark.parametrize("name", [name for name in BLOCK_FORMATS if name != "TQ2_0"])
 def test_blocks_of_any_bytes_come_back_with_what_is_no_number(name: str) -> None:
     matrix = hostile_matrix(name, 400, 512)
-    assert not np.isfinite(matrix.exact).all()
+    assert np.isfinite(matrix.exact).all() == (name == "NVFP4")  # whose scales all are numbers
     np.testing.assert_array_equal(unpacked(matrix), matrix.exact)
 
 
