@@ -328,7 +328,17 @@ def quantised_seeds() -> list[bytes]:
     compressed = {"quant_method": "compressed-tensors", "config_groups": {"a": group}}
     packed = {"weight_packed": ("I32", [3, 16]), "weight_scale": ("F16", [3, 4])}
     packed |= {"weight_shape": ("I64", [2]), "weight_zero_point": ("I32", [1, 4])}
+    e2m1 = {"weight": ("U8", [3, 64]), "weight_scale": ("F8_E4M3", [3, 8])}
+    divided = {"weight_packed": e2m1["weight"], "weight_scale": e2m1["weight_scale"]}
     return [
+        seed(
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            0x22,
+            weight_scale_2=("F32", []),
+            **e2m1,
+        ),
+        seed(compressed, 0x22, weight_global_scale=("F32", [1]), **divided),
+        seed(compressed, 0x22, **divided | {"weight_scale": ("U8", [3, 4])}),
         seed(blocks, 0, weight=("F8_E4M3", [3, 256]), weight_scale_inv=("F32", [1, 2])),
         seed({"quant_method": "awq", "bits": 4, "group_size": 64}, 0x77, **words),
         seed(gptq | {"sym": True}, 0x77, **columns),

@@ -194,6 +194,65 @@ def fp8(
     return quantise
 
 
+# ---- floats of four bits
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def to_e2m1(values: Doubles) -> tuple[Array, Doubles]:
+    """The nearest codes, the first of two neighbours in a byte's lower bits, and their worth."""
+    codes = np.searchsorted((E2M1[1:] + E2M1[:-1]) / 2, np.abs(values)).astype(np.uint8)
+    worth = np.where(values < 0, -E2M1[codes], E2M1[codes])
+    codes |= (values < 0).astype(np.uint8) << 3
+    return codes[:, 0::2] | codes[:, 1::2] << 4, worth
+
+
+def largest_of(weight: Array, group: int) -> Doubles:
+    groups = np.abs(weight).astype(np.float64).reshape(len(weight), -1, group)
+    return np.asarray(groups.max(axis=2))
+
+
+def nvfp4(*, is_divided: bool = False) -> Quantise:
+    """modelopt's, or with `is_divided` compressed-tensors', whose one scale divides."""
+
+    def quantise(stem: str, weight: Array) -> tuple[dict[str, Stored], Doubles]:
+        largest = largest_of(weight, 16)
+        whole = np.float32(largest.max() / (6 * 448))
+        if is_divided:
+            divisor = np.float32(1 / whole)
+            whole = np.float32(1 / divisor)
+        codes, scales = to_e4m3(largest / 6 / whole)
+        factors = np.repeat(scales, 16, axis=1) * np.float64(whole)
+        packed, values = to_e2m1(weight / np.where(factors == 0, 1, factors))
+        parts = {"weight_scale": stored(codes, "F8_E4M3")}
+        if is_divided:
+            parts["weight_packed"] = stored(packed, "U8")
+            parts["weight_global_scale"] = stored(np.array([divisor]))
+            parts["input_global_scale"] = stored(np.array([0.5], np.float32))
+        else:
+            parts["weight"] = stored(packed, "U8")
+            parts["weight_scale_2"] = stored(np.array(whole))
+            parts["input_scale"] = stored(np.array(0.5, np.float32))
+        return {f"{stem}.{name}": part for name, part in parts.items()}, values * factors
+
+    return quantise
+
+
+def mxfp4() -> Quantise:
+    """compressed-tensors'."""
+
+    def quantise(stem: str, weight: Array) -> tuple[dict[str, Stored], Doubles]:
+        powers = np.floor(np.log2(largest_of(weight, 32))) - 2
+        factors = np.repeat(2.0**powers, 32, axis=1)
+        packed, values = to_e2m1(np.clip(weight / factors, -6, 6))
+        return {
+            f"{stem}.weight_packed": stored(packed, "U8"),
+            f"{stem}.weight_scale": stored((powers + 127).astype(np.uint8), "U8"),
+        }, values * factors
+
+    return quantise
+
+
 # ---- codes of four or eight bits
 
 

@@ -17,6 +17,8 @@ from tests.model.quantised_files import (
     compressed_packed,
     fp8,
     gptq,
+    mxfp4,
+    nvfp4,
     quantised,
     stored,
     write_checkpoint,
@@ -49,6 +51,12 @@ AWQ: dict[str, object] = {
     "zero_point": True,
 }
 GPTQ: dict[str, object] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+NVFP4: dict[str, object] = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}},
+    "ignore": ["lm_head"],
+}
 FP8 = "E4M3_128"
 
 
@@ -82,6 +90,7 @@ SCHEMES: dict[str, tuple[Quantise, dict[str, object], str]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}},
         FP8,
     ),
+    "modelopt-nvfp4": (nvfp4(), NVFP4, "NVFP4_128"),
     "awq": (awq(), AWQ, "Q5_0"),
     "awq-64": (awq(64), AWQ | {"group_size": 64}, "Q5_0"),
     "awq-rows": (awq(0), AWQ | {"group_size": -1}, "Q5_0"),
@@ -111,6 +120,12 @@ SCHEMES: dict[str, tuple[Quantise, dict[str, object], str]] = {
         FP8,
     ),
     "ct-fp8-groups": (fp8((1, 128), "F32", "weight_scale"), compressed("float", 8), FP8),
+    "ct-nvfp4": (
+        nvfp4(is_divided=True),
+        compressed("float", 4, strategy="tensor_group", group_size=16),
+        "NVFP4_128",
+    ),
+    "ct-mxfp4": (mxfp4(), compressed("float", 4, strategy="group", group_size=32), "MXFP4"),
     "ct-4": (compressed_packed(), compressed("int", 4, group_size=128), "U4_128"),
     "ct-4-f32": (compressed_packed(dtype="F32", has_zeros=True), compressed("int", 4), "U4_128"),
     "ct-4-f16": (compressed_packed(group=32, dtype="F16"), compressed("int", 4), "Q4_0"),
@@ -177,6 +192,8 @@ def test_weights_are_what_the_formula_says_and_stay_in_blocks(scheme: str, tmp_p
     ("model", "scheme"),
     [
         *(("ministral3", scheme) for scheme in ("fp8-tensor", "gptq", "gptq-8", "ct-bytes")),
+        *(("qwen3moe", scheme) for scheme in ("modelopt-nvfp4", "ct-mxfp4")),
+        ("deepseek2", "ct-nvfp4"),
         *(
             (model, scheme)
             for model in ("deepseek2", "qwen3moe")
@@ -317,6 +334,56 @@ NAN, ONE = np.full((2, 2), np.nan, np.float32), np.ones((2, 2), np.float32)
             f"{Q}.weight_g_idx names groups 9 to 9",
         ),
         ("ct-bytes", {f"{Q}.weight_scale": None}, f"{Q}.weight has no weight_scale_inv or weight_"),
+        ("modelopt-nvfp4", {f"{Q}.weight_scale": None}, f"tensor {Q}.weight_scale is missing"),
+        ("modelopt-nvfp4", {f"{Q}.weight_scale_2": None}, f"{Q}.weight has type U8 and a scale"),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_scale_2": stored(np.full((1,), np.nan, np.float32))},
+            f"{Q}.weight_scale_2 has scales that are no",
+        ),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_scale_2": stored(np.ones((2,), np.float32))},
+            rf"{Q}.weight_scale_2 has type F32 and shape \[2\], expected F32 and \[1\]",
+        ),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_scale": stored(np.full((256, 16), 0x7F, np.uint8), "F8_E4M3")},
+            f"{Q}.weight_scale has scales that are no",
+        ),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_scale": stored(np.full((256, 16), 0x80, np.uint8), "F8_E4M3")},
+            f"{Q}.weight_scale has scales that are no numbers or below 0",
+        ),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_scale": zeros("F8_E4M3", 256, 8)},
+            rf"{Q}.weight_scale has type F8_E4M3 and shape \[256, 8\], expected .* \[256, 16\]",
+        ),
+        ("modelopt-nvfp4", {f"{Q}.weight": zeros("I8", 256, 128)}, f"{Q}.weight has type I8 and"),
+        (
+            "modelopt-nvfp4",
+            {f"{Q}.weight_shape": zeros("I64", 2)},
+            f"{Q}.weight_shape has no place",
+        ),
+        (
+            "ct-nvfp4",
+            {f"{Q}.weight_global_scale": zeros("F32", 1)},
+            f"{Q}.weight_global_scale is 0",
+        ),
+        ("ct-nvfp4", {f"{Q}.weight_scale": None}, f"tensor {Q}.weight_scale is missing"),
+        ("ct-mxfp4", {f"{Q}.weight_scale": None}, f"tensor {Q}.weight_scale is missing"),
+        (
+            "ct-mxfp4",
+            {f"{Q}.weight_scale": stored(np.full((256, 8), 0xFF, np.uint8), "U8")},
+            f"{Q}.weight_scale has scales that are no numbers",
+        ),
+        (
+            "ct-mxfp4",
+            {f"{Q}.weight_scale": zeros("U8", 256, 16)},
+            rf"{Q}.weight_scale has type U8 and shape \[256, 16\], expected U8 and \[256, 8\]",
+        ),
     ],
 )
 def test_broken_linears_are_refused_by_name(
@@ -342,8 +409,16 @@ def test_broken_linears_are_refused_by_name(
         ("fp8-blocks", {"quant_method": None}, "quant_method is missing"),
         (
             "modelopt",
-            {"quant_algo": "NVFP4"},
-            "quant_algo = 'NVFP4' is not supp",
+            {"quant_algo": "NVFP4_AWQ"},
+            "quant_algo = 'NVFP4_AWQ' is not supp",
+        ),
+        (
+            "modelopt",
+            {
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {Q: {"quant_algo": "FP8"}, K: {"quant_algo": "W4A8_AWQ"}},
+            },
+            "quant_algo = 'W4A8_AWQ' is not supp",
         ),
         ("awq", {"version": "gemv"}, "version = 'gemv' is not supported"),
         ("awq", {"zero_point": False}, "zero_point = False is not supported"),
@@ -357,7 +432,7 @@ def test_broken_linears_are_refused_by_name(
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not supported"),
         ("gptq", {"dynamic": {"+:down": {"bits": 8}}}, "dynamic = .* is not supported"),
         ("gptq", {"dynamic": [1]}, "dynamic = .* is not supported"),
-        ("ct-4", {"format": "nvfp4-pack-quantized"}, "format = .nvfp4-pack-quantized. is"),
+        ("ct-4", {"format": "mxfp6-pack-quantized"}, "format = .mxfp6-pack-quantized. is"),
         (
             "ct-4",
             {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -371,8 +446,8 @@ def test_broken_linears_are_refused_by_name(
         ),
         (
             "ct-4",
-            {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}},
-            "num_bits = 4 is not supported; supported: 8",
+            {"config_groups": {"g": {"weights": {"num_bits": 6, "type": "float"}}}},
+            "num_bits = 6 is not supported; supported: 4, 8",
         ),
         (
             "ct-4",
@@ -389,6 +464,18 @@ def test_what_config_says_otherwise_is_refused_by_name(
 ) -> None:
     with pytest.raises(QuireError, match=message):
         load_changed(tmp_path, scheme, {}, **more)
+
+
+def test_modelopt_may_mix_fp8_and_nvfp4(tmp_path: Path) -> None:
+    layers = {Q: {"quant_algo": "FP8"}, K: {"quant_algo": "NVFP4", "group_size": 16}}
+    weight, kept = np.ones((256, 256), np.float32), ("weight", "weight_scale", "weight_scale_2")
+    parts = fp8(None, name="weight_scale")(Q, weight)[0]
+    change = {f"{Q}.{name}": parts.get(f"{Q}.{name}") for name in kept}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    load_changed(tmp_path, "modelopt-nvfp4", change, **mixed)
+    with load_model(tmp_path) as model:
+        assert model.tensors[our_name(f"{Q}.weight")].format.name == FP8
+        assert model.tensors["blk.1.attn_k.weight"].format.name == "NVFP4_128"
 
 
 def test_groups_of_columns_by_their_activations_are_refused_by_name(tmp_path: Path) -> None:

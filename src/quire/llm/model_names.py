@@ -25,7 +25,18 @@ from quire.quant.formats import FORMATS
 
 # The first of these that a repository has is taken; a smaller one only where it does not fit.
 _USUAL_QUANTS = (
-    *("Q4_K_M", "UD-Q4_K_XL", "Q4_K_L", "Q4_K_S", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "MXFP4", "NVFP4"),
+    *(
+        "Q4_K_M",
+        "UD-Q4_K_XL",
+        "Q4_K_L",
+        "Q4_K_S",
+        "IQ4_XS",
+        "IQ4_NL",
+        "Q4_0",
+        "Q4_1",
+        "MXFP4",
+        "NVFP4",
+    ),
     *("Q5_K_M", "Q5_K_S", "Q6_K", "Q8_0", "I2_S", "TQ2_0", "BF16", "F16", "FP16", "F32"),
 )
 _OTHER_SPELLINGS = {"FP16": "F16", "FP32": "F32", "MXFP4_MOE": "MXFP4"}

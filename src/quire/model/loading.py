@@ -25,7 +25,7 @@ from quire.model.families import WITH_SENSES
 from quire.model.gguf_spec import gguf_family, spec_from_gguf
 from quire.model.multipliers import multiplied
 from quire.model.quant_mixes import MIXES
-from quire.model.quantised import linears_joined
+from quire.model.quantised import factors_joined, linears_joined
 from quire.model.spec import Activation, ModelSpec, check_tensors, tensor_shapes
 from quire.model.tensors import (
     arranged,
@@ -92,6 +92,7 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
     source = open_model_file(path, files)
     tensors = with_packing(source.tensors, i2s_packing, source.path.name)
     if isinstance(source, GGUFFile):
+        tensors = factors_joined(tensors)
         spec = spec_from_gguf(source.metadata, tensors)
         family = gguf_family(source.metadata)
         tensors = named_in_gguf(family, spec.num_layers, tensors)

@@ -14,10 +14,19 @@
                         X.weight_packed I32 [out, in / 8], with 8 bits    (code - zero) * scale
                         in / 4, X.weight_scale, X.weight_shape; X.weight_
                         zero_point I32 [out / 8, in / group], or I8
+                        X.weight_packed U8 [out, in / 2], X.weight_   code * scale / global
+                        scale F8_E4M3 [out, in / 16], X.weight_
+                        global_scale F32: one (NVFP4)
+                        X.weight_packed U8 [out, in / 2], X.weight_   code * 2 ** (scale - 127)
+                        scale U8 [out, in / 32] (MXFP4)
+    modelopt, NVFP4     X.weight U8 [out, in / 2], X.weight_scale     code * scale * scale_2
+                        F8_E4M3 [out, in / 16], X.weight_scale_2
+                        F32: one
 
     blocks              no zero points    zero points    8 bits
     float16 scales      Q4_0              Q5_0           Q8_0
     other scales        U4_128            U4_128         I8_128
+    floats              NVFP4_128, MXFP4                 E4M3_128
 
 Blocks hold just these weights: a scale is repeated for each block that it is for, as it stands.
 Which linears are quantised, their tensors say: what config.json lists as left out has floats.
@@ -36,15 +45,18 @@ from quire.model.quantised_linears import (
     Block,
     Coding,
     Linear,
+    nvfp4_with_factors,
     of_bytes,
     of_columns,
     of_e4m3,
+    of_mxfp4,
+    of_nvfp4,
     of_rows,
 )
 
 # Of activations, and of caches of keys and values.
 _LEFT_OUT = frozenset(
-    {"activation_scale", "kv_scale"}
+    {"activation_scale", "kv_scale", "input_global_scale"}
     | {f"{of}_{what}" for of in ("input", "output", *"qkv") for what in ("scale", "zero_point")}
 )
 
@@ -86,6 +98,25 @@ def linears_joined(
     return found
 
 
+def factors_joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a GGUF file, with the scales that whole matrices in NVFP4 have besides. Scales of
+    activations beside these are left out."""
+    found = dict(tensors)
+    for name, weight in tensors.items():
+        stem = name.removesuffix(".weight")
+        if weight.format.name != "NVFP4":
+            continue
+        found.pop(f"{stem}.input_scale", None)
+        # Where a router has a scale, its experts' down projections always have: it stays apart.
+        block, _, part = stem.rpartition(".")
+        if part == "ffn_down_exps" and f"{block}.ffn_gate_inp.scale" in tensors:
+            continue
+        factors = found.pop(f"{stem}.scale", None)
+        if factors is not None:
+            found[name] = nvfp4_with_factors(weight, factors)
+    return found
+
+
 # ---- what config.json says
 
 
@@ -100,10 +131,19 @@ def _of_fp8(fields: Fields) -> _Join:
     return lambda linear: of_e4m3(linear, block)
 
 
+_MODELOPT_ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
+
+
 def _of_modelopt(fields: Fields) -> _Join:
-    if fields.text("quant_algo") != "FP8":
-        raise fields.unsupported("quant_algo", ["FP8"])
-    return lambda linear: of_e4m3(linear, None)
+    """Which of these algorithms a linear has, its tensors say."""
+    if fields.text("quant_algo") not in _MODELOPT_ALGORITHMS:
+        raise fields.unsupported("quant_algo", _MODELOPT_ALGORITHMS)
+    layers = fields.section("quantized_layers")
+    for name in _mapping(fields, "quantized_layers"):
+        layers.section(name).refuse({"quant_algo": _MODELOPT_ALGORITHMS})
+    return lambda linear: (
+        of_nvfp4(linear) if "weight_scale_2" in linear.parts else of_e4m3(linear, None)
+    )
 
 
 def _block_size(fields: Fields, key: str) -> Block | None:
@@ -152,9 +192,9 @@ def _of_awq(fields: Fields) -> _Join:
 
 _FORMATS = (
     *("dense", "float-quantized", "int-quantized", "naive-quantized"),
-    *("pack-quantized", "mixed-precision"),
+    *("pack-quantized", "mixed-precision", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
 )
-_STRATEGIES = ("tensor", "channel", "group", "block")
+_STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 
 
 def _of_compressed(fields: Fields) -> _Join:
@@ -179,14 +219,16 @@ def _check_group(group: Fields) -> Block | None:
     group.refuse({"format": _FORMATS})
     weights = group.section("weights")
     weights.refuse({"type": ("int", "float"), "strategy": _STRATEGIES})
-    bits = ("8",) if weights.get("type") == "float" else ("4", "8")
-    if str(weights.get("num_bits") or 8) not in bits:
-        raise weights.unsupported("num_bits", bits)
+    if str(weights.get("num_bits") or 8) not in ("4", "8"):
+        raise weights.unsupported("num_bits", ["4", "8"])
     return _block_size(weights, "block_structure")
 
 
 def _of_compressed_linear(linear: Linear, block: Block | None) -> Tensor:
-    if "weight_packed" in linear.parts:
+    packed = linear.parts.get("weight_packed")
+    if packed is not None and packed.format.name == "U8":
+        return of_nvfp4(linear) if "weight_global_scale" in linear.parts else of_mxfp4(linear)
+    if packed is not None:
         return of_rows(linear)
     if linear.part("weight").format.name == "I8":
         return of_bytes(linear)

@@ -1,5 +1,5 @@
-"""A quantised linear's tensors, as the checkpoints of quantised.py have them, joined into one of
-blocks, which are made when they are read."""
+"""A quantised linear's tensors, as the checkpoints of quantised.py (and GGUF files in NVFP4) have
+them, joined into one of blocks, which are made when they are read."""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -13,16 +13,23 @@ from quire.core.errors import ModelFileError, UnsupportedModelError
 from quire.loader.reading import Bytes, Region
 from quire.loader.tensor import Tensor, packed_size
 from quire.quant.formats import Floats, Format, format_named
-from quire.quant.packing import pack_codes, pack_scaled
+from quire.quant.packing import (
+    by_halves,
+    pack_codes,
+    pack_mxfp4,
+    pack_nvfp4_128,
+    pack_scaled,
+)
 
 _E4M3 = "F8_E4M3"
 _SCALES = ("weight_scale_inv", "weight_scale")
+_FACTORS = ("weight_scale_2", "weight_global_scale")  # of a linear in NVFP4
 _PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _SHAPED_PARTS = (
     *("weight_packed", "weight_scale", "weight_shape"),
     *("weight_zero_point", "weight_g_idx"),
 )
-PARTS = frozenset({"weight", *_SCALES, *_PACKED_PARTS, *_SHAPED_PARTS})
+PARTS = frozenset({"weight", *_SCALES, *_FACTORS, *_PACKED_PARTS, *_SHAPED_PARTS})
 _BYTES_AT_ONCE = 1 << 24
 
 Block = tuple[int, int]  # rows and columns that share a scale
@@ -80,10 +87,14 @@ class _Grid(NamedTuple):
 
 def _check_scales(tensor: Tensor, values: npt.NDArray[np.floating]) -> None:
     if not (np.isfinite(values) & (values >= 0)).all():
-        raise ModelFileError(
-            f"tensor {tensor.name} has scales that are no numbers or below 0: the file is broken, "
-            "or quantised otherwise than config.json says"
-        )
+        raise _odd_scales(tensor)
+
+
+def _odd_scales(tensor: Tensor) -> ModelFileError:
+    return ModelFileError(
+        f"tensor {tensor.name} has scales that are no numbers or below 0: the file is broken, "
+        "or quantised otherwise than config.json says"
+    )
 
 
 def _grid(linear: Linear, shape: tuple[int, int], block: Block | None) -> _Grid:
@@ -193,6 +204,93 @@ def of_e4m3(linear: Linear, block: Block | None) -> Tensor:
         return pack_scaled(codes, grid.rows(first, last, kind.block_size, shape[1]))
 
     return _made(linear, shape, kind, lambda: make)
+
+
+# ---- floats of four bits
+
+_NVFP4_128, _MXFP4 = format_named("NVFP4_128", ""), format_named("MXFP4", "")
+_NVFP4_GROUP = 16  # weights that share a scale
+_NVFP4_BLOCK = np.dtype([("scales", "V4"), ("codes", "V32")])
+
+
+def of_nvfp4(linear: Linear) -> Tensor:
+    """Of a scale for sixteen weights, and one for all: a factor (modelopt's weight_scale_2) or a
+    divisor (compressed-tensors' weight_global_scale)."""
+    is_divided = "weight_packed" in linear.parts
+    names = ("weight_packed" if is_divided else "weight", _FACTORS[is_divided], "weight_scale")
+    linear.check_has_only(names)
+    packed, whole, scales = (linear.part(name) for name in names)
+    shape = _e2m1_shape(packed)
+    _expect(scales, _E4M3, (shape[0], shape[1] // _NVFP4_GROUP))
+    _expect(whole, "F32", whole.shape if math.prod(whole.shape) == 1 else (1,))
+
+    def begin() -> _Make:
+        value = whole.to_float32().reshape(1)
+        _check_scales(whole, value)
+        if is_divided and not value[0]:
+            raise ModelFileError(f"tensor {whole.name} is 0, and scales are divided by it")
+        factor = 1 / value if is_divided else value
+
+        def make(first: int, last: int) -> Bytes:
+            own = scales.row_blocks(first, last).reshape(last - first, -1)
+            if (own >= 0x7F).any():
+                raise _odd_scales(scales)
+            codes = by_halves(packed.row_blocks(first, last).reshape(-1, 8))
+            codes = codes.reshape(last - first, -1)
+            return pack_nvfp4_128(own, codes, np.broadcast_to(factor, last - first))
+
+        return make
+
+    return _made(linear, shape, _NVFP4_128, begin)
+
+
+def of_mxfp4(linear: Linear) -> Tensor:
+    """Of a power of two for 32 weights."""
+    names = ("weight_packed", "weight_scale")
+    linear.check_has_only(names)
+    packed, scales = (linear.part(name) for name in names)
+    shape = _e2m1_shape(packed)
+    _expect(scales, "U8", (shape[0], shape[1] // _MXFP4.block_size))
+
+    def make(first: int, last: int) -> Bytes:
+        own = scales.row_blocks(first, last).reshape(last - first, -1)
+        if (own == 0xFF).any():
+            raise _odd_scales(scales)
+        return pack_mxfp4(own, packed.row_blocks(first, last))
+
+    return _made(linear, shape, _MXFP4, lambda: make)
+
+
+def _e2m1_shape(packed: Tensor) -> tuple[int, int]:
+    rows, columns = _matrix_shape(packed)
+    _expect(packed, "U8", packed.shape)
+    return rows, 2 * columns
+
+
+def nvfp4_with_factors(weight: Tensor, factors: Tensor) -> Tensor:
+    """A GGUF tensor in NVFP4, a matrix or a stack, times the scale of each of its matrices."""
+    *stacked, rows, columns = weight.shape
+    count = math.prod(stacked)
+    _expect(factors, "F32", (count,))
+
+    def begin() -> _Make:
+        values = factors.to_float32()
+        _check_scales(factors, values)
+
+        def make(first: int, last: int) -> Bytes:
+            size = columns // 64 * _NVFP4_BLOCK.itemsize
+            blocks = weight.read(first * size, last * size).view(_NVFP4_BLOCK)
+            scales, codes = (
+                np.ascontiguousarray(blocks[name]).view(np.uint8).reshape(last - first, -1)
+                for name in ("scales", "codes")
+            )
+            return pack_nvfp4_128(scales, codes, values[np.arange(first, last) // rows])
+
+        return make
+
+    stem = weight.name.removesuffix(".weight")
+    made = _made(Linear(stem, {}), (count * rows, columns), _NVFP4_128, begin)
+    return replace(made, shape=weight.shape)
 
 
 # ---- codes of four or eight bits, with a scale and a zero point for each group of columns

@@ -165,7 +165,7 @@ def _e4m3_sizes() -> Floats:
 
 E4M3_SIZES = _e4m3_sizes()
 # NVFP4's scales: halved, as MXFP4_VALUES are doubled. 0x7F is 0, a sign is ignored.
-_NVFP4_SCALES = np.tile(E4M3_SIZES / 2, 2)
+_NVFP4_SCALES: Floats = np.tile(E4M3_SIZES / np.float32(2), 2)
 _NVFP4_SCALES[0x7F] = 0.0
 
 

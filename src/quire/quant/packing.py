@@ -5,19 +5,24 @@ import numpy.typing as npt
 
 from quire.quant.formats import Blocks, Floats, Format
 
-_LOW, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)  # the low nibble of each byte
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)  # the low nibble of each byte
+_HALVES = {8: np.uint32, 16: np.uint64}  # of so many bytes
 
 
 def by_halves(codes: Blocks) -> Blocks:
-    """From neighbours in a byte to weights i and i + 16 in byte i: [blocks, 16] each."""
-    first, second = codes.view("<u8").T  # eight bytes at once: models have billions
-    even = (first & _LOW | (second & _LOW) << _FOUR).view(np.uint8)
-    odd = (first >> _FOUR & _LOW | second & ~_LOW).view(np.uint8)
+    """From neighbours in a byte to weights i and i + n in byte i: [blocks, n] each, n 8 or 16."""
+    kind = np.dtype(_HALVES[codes.shape[1]])
+    low = _LOW.astype(kind)
+    first, second = codes.view(kind).T  # many bytes at once: models have billions
+    even = (first & low | (second & low) << 4).view(np.uint8)
+    odd = (first >> 4 & low | second & ~low).view(np.uint8)
     pairs = even | odd.astype("<u2") << 8
     made: Blocks = pairs.view(np.uint8).reshape(codes.shape)
     return made
 
 
+_SCALED_E2M1 = np.dtype([("scale", "<f4"), ("scales", "V8"), ("codes", "V64")])
+_MXFP4 = np.dtype([("scale", "u1"), ("codes", "V16")])
 _SCALED_BYTES = np.dtype([("scale", "<f4"), ("codes", "V128")])
 _TYPES = {
     "Q4_0": np.dtype([("scale", "<f2"), ("codes", "V16")]),
@@ -33,6 +38,24 @@ def pack_scaled(codes: Blocks, scales: Floats) -> Blocks:
     made = np.empty(scales.shape, _SCALED_BYTES)
     made["scale"] = scales
     made["codes"] = codes.view("V128").reshape(scales.shape)
+    return _bytes_of(made)
+
+
+def pack_nvfp4_128(scales: Blocks, codes: Blocks, factors: Floats) -> Blocks:
+    """Blocks of NVFP4_128. Of rows: their scales [rows, columns / 16], their codes [rows, columns /
+    2] in NVFP4's order, and the float32 of each [rows]."""
+    made = np.empty((len(codes), codes.shape[1] // 64), _SCALED_E2M1)
+    made["scale"] = factors[:, None]
+    made["scales"] = np.ascontiguousarray(scales).view("V8")
+    made["codes"] = np.ascontiguousarray(codes).view("V64")
+    return _bytes_of(made)
+
+
+def pack_mxfp4(scales: Blocks, codes: Blocks) -> Blocks:
+    """Blocks of MXFP4. `codes`: [rows, bytes], two neighbours a byte."""
+    made = np.empty(scales.shape, _MXFP4)
+    made["scale"] = scales
+    made["codes"] = by_halves(codes.reshape(-1, 16)).view("V16").reshape(scales.shape)
     return _bytes_of(made)
 
 
