@@ -389,6 +389,7 @@ EXPERT_SHAPES = (
     ExpertShape(8, 4, 2880, 2880, "Q8_0", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 4, 2880, 2880, "MXFP4", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 2, 768, 2048, "E4M3_128", Activation.SILU),
+    ExpertShape(8, 2, 768, 2048, "NVFP4_128", Activation.SILU),
     ExpertShape(8, 2, 768, 2048, "BF16", Activation.SILU),
     ExpertShape(8, 2, 768, 2048, "Q2_K", Activation.SILU),
     ExpertShape(8, 2, 768, 2048, "Q3_K", Activation.SILU),

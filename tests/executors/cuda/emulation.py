@@ -168,7 +168,7 @@ def _records(planes: Planes) -> Array:
 
 
 def _float_pairs(words: Array) -> Array:
-    """MXFP4's pairs of a quarter, [..., lane, pair 0-7, 2]: what masks and shifts make of words, as
+    """Pairs of a quarter of E2M1, [..., lane, pair 0-7, 2]: what masks and shifts make of words, as
     float16."""
     pairs = []
     for word in range(2):
@@ -183,6 +183,25 @@ def _powers(planes: Planes, half: int) -> Array:
     """MXFP4's scales of a quarter: bytes that are the exponents of float16, [block rows, lane]."""
     whole = _row_words(planes)[:, half]
     return _from_bits((whole.reshape(-1, 1) >> torch.arange(4) * 8 & 255) * 0x0400)
+
+
+def _e4m3_scales(planes: Planes, half: int, steps: int) -> Array:
+    """NVFP4's scales of a quarter, [block rows, lane]."""
+    words: Any = planes.scales
+    scale = _from_bits((words >> 8 * (2 * half + steps) & 0x7F) << 7) * 2.0**15
+    if planes.deltas is None:
+        return scale
+    return _half(scale * _from_bits(_deltas(planes) >> 16 * half))
+
+
+def _signed(planes: Planes, half: int, steps: int) -> Array:
+    """Q1_0: a quarter's weights, [block rows, lane, pair 0-7, 2]."""
+    words = planes.codes.view(-1, 4, 2)[..., half]
+    shifted = [words << 15 - pair - 8 * steps for pair in range(8)]
+    is_set = torch.stack([_halves(bits, 0x8000) for bits in shifted], -2) != 0
+    up = 2.0 ** (24 - planes.exponent - planes.layout.code_shift)
+    scale = _half(_from_bits(_deltas(planes) >> 16 * half) * up)[..., None, None]
+    return torch.where(is_set, scale, -scale)
 
 
 # ---- grids
@@ -301,7 +320,8 @@ def decoded(planes: Planes) -> Array:
             start = half * 128 + steps * 64
             block[:, start : start + 64] = quarter
     whole = block.view(planes.num_blocks, planes.num_rows, 256).transpose(0, 1)
-    return to_natural_order(whole.reshape(planes.num_rows, -1)) * 2.0**planes.exponent
+    natural = to_natural_order(whole.reshape(planes.num_rows, -1))
+    return natural * 2.0**planes.exponent * planes.factor
 
 
 def _dequantized(planes: Planes, half: int, steps: int) -> Array:
@@ -315,7 +335,12 @@ def _dequantized(planes: Planes, half: int, steps: int) -> Array:
         halves = planes.codes.view(planes.num_blocks, 2, planes.num_rows, 4, 2, 2)[:, half]
         words = halves.flatten(0, 1)[:, :, steps]
         return _half(_float_pairs(words) * _powers(planes, half)[..., None, None])
+    if form.has_signs:
+        return _signed(planes, half, steps)
     words = planes.codes.view(-1, 4, 2, 2, form.code_words // 16)[:, :, half, steps]
+    if form.has_e4m3_scales:
+        scale = _e4m3_scales(planes, half, steps)[..., None, None]
+        return _half(_float_pairs(words) * scale)
     if form.has_sums:
         pairs = _e4m3_pairs(words)
         large, small = (part[..., None, None] for part in _split_scales(planes, half))

@@ -54,6 +54,8 @@ GROUPED = (
     "Q6_K",
     "Q8_0",
     "E4M3_128",
+    "NVFP4_128",
+    "Q1_0",
     "MXFP4",
     "BF16",
     "Q2_K",
@@ -503,6 +505,7 @@ def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
     [
         *((name, False, True) for name in GROUPED),
         *((name, False, False) for name in ("Q4_K", "MXFP4", "BF16", "IQ2_S")),
+        *((name, False, False) for name in ("E4M3_128", "NVFP4_128")),
         *(("MXFP4", True, gated) for gated in (False, True)),
     ],
 )

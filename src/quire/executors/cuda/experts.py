@@ -311,10 +311,11 @@ def expert_tiling(
     if num_blocks <= _FEW_BLOCKS and tile_tokens == 32 and not layout.is_float:
         return Tiling(64, 32, 256, 2, 2, 4, 80)  # short: more programs at once
     rows = 128 if num_programs >= _MANY_PROGRAMS else 64
-    if (layout.has_powers or layout.bits == 3) and rows == 128 and tile_tokens <= 16:
+    wants_registers = layout.has_small_floats or layout.has_sums or layout.bits == 3
+    if wants_registers and rows == 128 and tile_tokens <= 16:
         # Warps with two tiles each: one is decoded while the other's wgmma runs. Upper bits beside
-        # codes of 2 bits want more registers than eight warps have.
-        stages = 4 if tile_tokens == 8 else 3
+        # codes of 2 bits, and E4M3, want more registers than eight warps have.
+        stages = 4 if tile_tokens == 8 and layout.bits < 8 else 3
         parts = 8 if layout.by_halves and tile_tokens == 16 else 4
         return Tiling(rows, tile_tokens, 256, stages, stages, 4, 128, parts)
     warps = rows // 16
@@ -323,7 +324,8 @@ def expert_tiling(
         registers = 128 if tile_tokens == 128 else 80
         return Tiling(rows, tile_tokens, columns, stages, stages, warps, registers)
     if tile_tokens >= 64 and not (layout.has_powers and tile_tokens == 64):
-        return Tiling(rows, tile_tokens, 64, 4, 3, warps, 80 if tile_tokens == 64 else 128)
+        most = 168 if rows == 128 and layout.has_e4m3_scales else 128
+        return Tiling(rows, tile_tokens, 64, 4, 3, warps, 80 if tile_tokens == 64 else most)
     stages = 2 if tile_tokens == 64 else 3
     # A program of 128 rows fills the shared memory, so that registers cost nothing.
     registers = 128 if rows == 128 and 16 <= tile_tokens <= 32 and layout.bits == 8 else 80

@@ -62,7 +62,7 @@ def factors(planes: Planes, scale: float = 1.0) -> Factors:
     """`scale`: what the sums are multiplied by."""
     exponent = planes.exponent
     up = CODE_SHIFT - exponent - planes.layout.code_shift
-    return Factors(2.0**up, 2.0**-exponent, 2.0**exponent * scale)
+    return Factors(2.0**up, 2.0**-exponent, 2.0**exponent * planes.factor * scale)
 
 
 def plane_pointers(planes: Planes) -> PlanePointers:

@@ -17,6 +17,8 @@ from quire.quant import grids
 Array = Any  # a torch.Tensor; the type checker does not see torch
 
 CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
+# A scale in E4M3 times 2**7 times a float of 4 bits times 2**-14 is a float16, with all its bits.
+E4M3_EXPONENT = 7
 E4M3_BITS = 8  # a scale below 2**(15 - 8) times E4M3's largest number, 448, is a float16
 
 
@@ -28,6 +30,7 @@ class Pieces:
     high: list[Array] = field(default_factory=list)
     scales: list[Array] = field(default_factory=list)
     deltas: list[Array] = field(default_factory=list)
+    factor: float = 1.0  # see planes.Scaling
 
 
 def half(blocks: Array, at: int) -> Array:
@@ -72,7 +75,7 @@ _LARGEST_POWER_FIELD = 30  # of a float16's exponents
 
 
 def _float_words(codes: Array) -> Array:
-    """MXFP4's codes [rows, blocks, 256] as words [halves of blocks, rows, 16].
+    """Codes of E2M1 [rows, blocks, 256] as words [rows, blocks, half, lane, half of the steps, 2].
 
     A code is sign, two bits of exponent, one of fraction. With the lower three at bits 9 to 11 and
     the sign at bit 15 it *is* a float16: its value times 2**-14.
@@ -84,8 +87,7 @@ def _float_words(codes: Array) -> Array:
         pair, one = divmod(index, 2)
         words |= (fields[..., index] & 7) << FLOAT_SHIFTS[pair] + 16 * one
         words |= (fields[..., index] >> 3) << SIGN_SHIFTS[pair] + 16 * one
-    # [rows, blocks, half, lane, steps, words]
-    return words.permute(1, 2, 0, 3, 4, 5).reshape(2 * blocks, rows, -1)
+    return words
 
 
 def _two_bit_words(codes: Array) -> Array:
@@ -235,10 +237,49 @@ def _quarter_bytes(groups: Array) -> Array:
 def _reorder_mxfp4(blocks: Array, exponent: int, pieces: Pieces) -> None:
     """A group's scale as the exponent of a float16, the largest 30; 2**-30 of that is zero. Words
     [blocks, rows, half], a byte for each lane."""
-    pieces.codes.append(_float_words(_nibbles(blocks[..., 1:], 16).flatten(-2)))
+    words = _float_words(_nibbles(blocks[..., 1:], 16).flatten(-2))
+    pieces.codes.append(words.permute(1, 2, 0, 3, 4, 5).reshape(-1, len(blocks), 16))
     powers = blocks[..., 0].to(torch.int32) - (POWER_ONE + 1 + exponent - _LARGEST_POWER_FIELD)
     fields = powers.clamp(0, _LARGEST_POWER_FIELD).to(torch.uint8).contiguous()
     pieces.scales.append(fields.view(torch.int32).transpose(0, 1))
+
+
+def _reorder_nvfp4(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    _add_nvfp4(blocks[..., :4], blocks[..., 4:], pieces)
+    del exponent
+
+
+def _reorder_nvfp4_128(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    _add_nvfp4(blocks[..., 4:12], blocks[..., 12:], pieces)
+    pieces.deltas.append(_half_pairs(single(blocks, 0) / pieces.factor))
+    del exponent
+
+
+def _add_nvfp4(scales: Array, packed: Array, pieces: Pieces) -> None:
+    """Scales lose their signs, which mean nothing, and 0x7F, which is 0."""
+    words = _float_words(_nibbles(packed, 8).flatten(-2))
+    pieces.codes.append(words.permute(1, 0, 3, 2, 4, 5).reshape(words.shape[1], -1, 32))
+    sizes = torch.where(scales == 0x7F, 0, scales & 0x7F).to(torch.uint8)
+    pieces.scales.append(_quarter_bytes(sizes.flatten(-2)))
+
+
+def _half_pairs(values: Array) -> Array:
+    """Two numbers of a block, [rows, blocks, 2], as float16 in a word: [blocks, rows]."""
+    bits = _half_bits(values)
+    return (bits[..., 0] | bits[..., 1] << 16).transpose(0, 1)
+
+
+def _reorder_q1_0(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    """A set bit is a weight above 0. In a half of a word: eight pairs of each half of the steps."""
+    del exponent
+    rows, count, _, _ = blocks.shape
+    fields = _bits(blocks[..., 2:]).reshape(rows, count, 2, 4, 2, 16).to(torch.int32)
+    words = torch.zeros(fields.shape[:4], dtype=torch.int32, device=blocks.device)
+    for steps in range(2):
+        for index in range(16):
+            words |= fields[..., steps, index] << index // 2 + 8 * steps + 16 * (index % 2)
+    pieces.codes.append(words.permute(1, 0, 3, 2).reshape(count, rows, 8))
+    pieces.deltas.append(_half_pairs(half(blocks, 0).float()))
 
 
 def _bits(packed: Array) -> Array:
@@ -562,6 +603,9 @@ SOURCES = {
     "IQ4_NL": Source(32, 18, _reorder_iq4_nl),
     "IQ4_XS": Source(256, 136, _reorder_iq4_xs, 0, 32),
     "MXFP4": Source(32, 17, _reorder_mxfp4),
+    "NVFP4": Source(64, 36, _reorder_nvfp4),
+    "NVFP4_128": Source(128, 76, _reorder_nvfp4_128, has_singles=True),
+    "Q1_0": Source(128, 18, _reorder_q1_0),
     "U4_128": Source(128, 72, _reorder_u4_128, has_singles=True),
     "I8_128": Source(128, 132, _reorder_i8_128, has_singles=True),
     "E4M3_128": Source(128, 132, _reorder_e4m3_128, has_singles=True),

@@ -15,6 +15,8 @@ sixteen weights, in words of 32 bits, and each plane keeps a lane's words togeth
             8 bits (Q8_0, E4M3_128), 4 a word: words [lane, quarter, 4]
             2 bits, 16 a word: weight 2j + l at bit 2j + 16l; words [lane, quarter]
             MXFP4's floats: words [half of the block], then rows of [lane, half of the steps, 2]
+            NVFP4's floats: the same words, [lane, quarter, 2]
+            1 bit (Q1_0), 32 a word: words [lane, half of the block]
             IQ4's indices, numbers of grids' points: see plane_sources.py
     high    Q6_K's upper two bits, 16 a word; Q5_K's upper bit, two quarters a word
     scales  of a lane's groups (see the format's reorderer in plane_sources.py)
@@ -40,6 +42,7 @@ from quire.core.errors import UnsupportedModelError
 from quire.executors.cuda.plane_sources import CODE_SHIFT as CODE_SHIFT  # for those who use planes
 from quire.executors.cuda.plane_sources import (
     E4M3_BITS,
+    E4M3_EXPONENT,
     POWER_ONE,
     SOURCES,
     Pieces,
@@ -76,6 +79,9 @@ class Scales(Enum):
     HALVES_AFTER_BITS = "the same after two words of upper bits of points' numbers"
     BEFORE_BITS = "a float16 a block, 4 bits a group; then upper bits of points' numbers"
     SUMS = "two float16 for 128 weights, whose sum is the scale, in a word"
+    E4M3 = "a float of a byte for 16 weights"
+    E4M3_TIMES = "the same, times a float16 for 128 weights; of a block the pair, in `deltas`"
+    PAIR = "a float16 for 128 weights; of a block the pair, in `deltas`"
 
 
 _SCALE_WORDS = {
@@ -85,12 +91,15 @@ _SCALE_WORDS = {
     Scales.HALVES: 2,
     Scales.SUMS: 2,
     Scales.BLOCK: 0,
+    Scales.PAIR: 0,
     Scales.AMONG_CODES: 0,
 }
 _DELTA_BYTES = {
     Scales.INT8: 2,
     Scales.BLOCK: 2,
     Scales.NIBBLES: 4,
+    Scales.PAIR: 4,
+    Scales.E4M3_TIMES: 4,
     Scales.AMONG_CODES: 2,
     Scales.HALVES: 2,
     Scales.HALVES_AFTER_BITS: 2,
@@ -174,8 +183,23 @@ class PlaneFormat:
 
     @property
     def has_powers(self) -> bool:
-        """MXFP4: codes are floats of 4 bits."""
+        """MXFP4's scales."""
         return self.scales is Scales.POWERS
+
+    @property
+    def has_e4m3_scales(self) -> bool:
+        """NVFP4's."""
+        return self.scales in (Scales.E4M3, Scales.E4M3_TIMES)
+
+    @property
+    def has_small_floats(self) -> bool:
+        """Codes are floats of 4 bits (E2M1)."""
+        return self.has_powers or self.has_e4m3_scales
+
+    @property
+    def has_signs(self) -> bool:
+        """Q1_0: codes are signs."""
+        return self.scales is Scales.PAIR
 
     @property
     def has_sums(self) -> bool:
@@ -233,6 +257,9 @@ PLANE_FORMATS = {
     "IQ4_NL": PlaneFormat(4, zero_point=128, has_values=True),
     "IQ4_XS": PlaneFormat(4, scales=Scales.RECORDS, zero_point=128, has_values=True),
     "MXFP4": PlaneFormat(4, scales=Scales.POWERS),
+    "NVFP4": PlaneFormat(4, scales=Scales.E4M3),
+    "NVFP4_128": PlaneFormat(4, scales=Scales.E4M3_TIMES),
+    "Q1_0": PlaneFormat(1, scales=Scales.PAIR, code_shift=CODE_SHIFT),
     "U4_128": PlaneFormat(4, 1, zero_point=16),
     "I8_128": PlaneFormat(8, zero_point=128),
     "E4M3_128": PlaneFormat(8, scales=Scales.SUMS),
@@ -257,6 +284,7 @@ class Planes:
     scales: Array | None = None  # int32 [blocks * rows, words]; two words: rows as of deltas
     deltas: Array | None = None  # float16 or int32 [blocks * rows up to a multiple of 8]
     grid: Array | None = None  # int32: the table of its format's points, which matrices share
+    factor: float = 1.0  # NVFP4_128: the largest float32 of a block, which all are kept divided by
 
     @property
     def num_bytes(self) -> int:
@@ -326,18 +354,26 @@ def to_natural_order(x: Array) -> Array:
 # ---- reordering
 
 
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What weights are kept divided by: 2**exponent, and a factor."""
+
+    exponent: int
+    factor: float = 1.0
+
+
 def reorder(
-    format_name: str, raw: Array, num_rows: int, num_columns: int, exponent: int | None = None
+    format_name: str, raw: Array, num_rows: int, num_columns: int, scaling: Scaling | None = None
 ) -> Planes:
     """Planes of a matrix whose bytes `raw` (uint8) lie as in the file, on raw's device.
-    `exponent`: that of a stack which the matrix is a part of."""
-    if exponent is None:
-        exponent = exponent_of(format_name, [raw])
+    `scaling`: that of a stack which the matrix is a part of."""
+    scaling = scaling or scaling_of(format_name, [raw])
+    exponent = scaling.exponent
     if format_name in FLOAT_FORMATS:
         return _reorder_floats(format_name, raw, num_rows, num_columns, exponent)
     blocks = _padded_blocks(format_name, raw, num_rows, num_columns)
     num_blocks = padded(num_columns) // BLOCK
-    pieces = Pieces()
+    pieces = Pieces(factor=scaling.factor)
     step = max(1, _WEIGHTS_AT_ONCE // (num_blocks * BLOCK))
     for start in range(0, num_rows, step):
         SOURCES[format_name].reorder(blocks[start : start + step], exponent, pieces)
@@ -351,6 +387,7 @@ def reorder(
         scales=_joined(pieces.scales, is_padded=PLANE_FORMATS[format_name].scale_words == 2),
         deltas=joined_deltas(pieces.deltas),
         grid=grid_table(PLANE_FORMATS[format_name].grid, str(raw.device)),
+        factor=scaling.factor,
     )
 
 
@@ -359,7 +396,7 @@ def reorder_stack(format_name: str, raws: Sequence[Array], rows: Array, num_colu
     more stacks, [matrices, rows, bytes]; `rows` are indices into a matrix's rows of all of them, of
     which those past the last are rows of zeros. Needs memory for a few matrices beside the planes.
     """
-    exponent = exponent_of(format_name, raws)
+    scaling = scaling_of(format_name, raws)
     num_matrices, num_rows = len(raws[0]), len(rows)
     whole: Planes | None = None
     step = max(1, _WEIGHTS_AT_ONCE // (num_rows * padded(num_columns)))
@@ -367,7 +404,7 @@ def reorder_stack(format_name: str, raws: Sequence[Array], rows: Array, num_colu
         some = [raw[start : start + step] for raw in raws]
         chosen = torch.cat([*some, torch.zeros_like(some[0][:, :1])], dim=1)[:, rows]
         count = len(chosen) * num_rows
-        piece = reorder(format_name, chosen.reshape(-1), count, num_columns, exponent)
+        piece = reorder(format_name, chosen.reshape(-1), count, num_columns, scaling)
         if whole is None:
             whole = _room_for(piece, num_matrices * num_rows)
         _put(piece, whole, start * num_rows)
@@ -458,12 +495,22 @@ def _padded_blocks(format_name: str, raw: Array, num_rows: int, num_columns: int
     return rows
 
 
-def exponent_of(format_name: str, raws: Sequence[Array]) -> int:
-    """The power of two that weights are kept divided by, for matrices that share it."""
+def scaling_of(format_name: str, raws: Sequence[Array]) -> Scaling:
+    """Of matrices that share it."""
+    if format_name == "NVFP4_128":
+        size = SOURCES[format_name].block_bytes
+        largest = max(_largest(single(raw.view(-1, size), 0)) for raw in raws)
+        return Scaling(E4M3_EXPONENT, largest or 1.0)
+    return Scaling(_exponent_of(format_name, raws))
+
+
+def _exponent_of(format_name: str, raws: Sequence[Array]) -> int:
     if format_name in FLOAT_FORMATS:
         kind = _FLOAT_TYPES[format_name]
         return _exponent(max(_largest(raw.view(kind)) for raw in raws), 0)
     size = SOURCES[format_name].block_bytes
+    if PLANE_FORMATS[format_name].has_e4m3_scales:
+        return E4M3_EXPONENT
     if PLANE_FORMATS[format_name].has_powers:
         return max(int(raw.view(-1, size)[:, 0].max()) for raw in raws) - POWER_ONE - 1
     largest = max(_largest_scale(format_name, raw.view(-1, size)) for raw in raws)

@@ -100,7 +100,7 @@ def _e4m3_asm() -> str:
 
 @gluon.constexpr_function
 def _floats_asm(num_words: int) -> str:
-    """One or two words of eight floats of 4 bits (MXFP4) to as many float16: masks and shifts make
+    """One or two words of eight floats of 4 bits (E2M1) to as many float16: masks and shifts make
     each a float16 that is 2**-14 of it (see plane_sources.FLOAT_SHIFTS). Operands: the results, the
     words, the scale twice."""
     lines = ["{", ".reg .b32 t, u, v;"]
@@ -119,6 +119,17 @@ def _floats_asm(num_words: int) -> str:
             lines.append(f"shl.b32 u, {source}, 8;")
             lines.append("and.b32 t, u, 0x8E008E00;")
             lines.append(f"mul.rn.f16x2 ${place + 1}, t, {scale};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _signs_asm(odd_quarter: bool) -> str:
+    """Sixteen bits in the halves of a word to sixteen float16: each brings a sign to its place,
+    where it turns that of the negated scale. Operands: $8 the word, $10 that, both twice."""
+    lines = ["{", ".reg .b32 t;"]
+    for pair in range(8):
+        lines.append(f"shl.b32 t, $8, {15 - pair - (8 if odd_quarter else 0)};")
+        lines.append(f"lop3.b32 ${pair}, t, 0x80008000, $10, 0x6A;")  # (t & mask) ^ scale
     return "\n".join([*lines, "}"])
 
 
@@ -251,8 +262,10 @@ def _ternary_points_asm(has_records: bool, quarter: int) -> str:
 
 @gluon.constexpr_function
 def _decode_asm(FORMAT, QUARTER):
-    if FORMAT.has_powers:
+    if FORMAT.has_small_floats:
         return _floats_asm(2)
+    if FORMAT.has_signs:
+        return _signs_asm(QUARTER % 2 == 1)
     if FORMAT.has_signed_points:
         return _signed_points_asm(FORMAT.grid, QUARTER)
     if FORMAT.has_ternary_points:
@@ -411,6 +424,16 @@ mul.lo.u32 $0, t, 0x04000400;
 mul.lo.u32 $1, u, 0x04000400;
 }
 """)
+# Four floats of a byte, E4M3 without a sign, times 2**7: each twice.
+_ASM_E4M3_SCALES = gl.constexpr(
+    "{ .reg .b32 t, u; mov.b32 u, 0x78007800;"
+    + "".join(
+        f" bfe.u32 t, $4, {8 * at}, 8; mul.lo.u32 t, t, 0x00800080; mul.rn.f16x2 ${at}, t, u;"
+        for at in range(4)
+    )
+    + " }"
+)
+_ASM_TIMES = gl.constexpr("mul.rn.f16x2 $0, $1, $2;")
 # Two float16 in a word, each twice.
 _ASM_TWICE = gl.constexpr("prmt.b32 $0, $2, $2, 0x1010; prmt.b32 $1, $2, $2, 0x3232;")
 
@@ -564,9 +587,13 @@ def _code_words(
     else:
         loaded = codes.load(lane_layout(ROWS, WARPS, "halves")).reshape([ROWS, 4, 2])
         first, second = _two(loaded, LANE)
-        upper = high.load(lane_layout(ROWS, WARPS, "lanes"))
-        upper = gl.convert_layout(upper, LANE, assert_trivial=True)
-        return (first, first, second, second), (upper, upper, upper, upper)
+        words = (first, first, second, second)
+        if FORMAT.has_signs:
+            return words, words
+        else:
+            upper = high.load(lane_layout(ROWS, WARPS, "lanes"))
+            upper = gl.convert_layout(upper, LANE, assert_trivial=True)
+            return words, (upper, upper, upper, upper)
 
 
 @gluon.jit
@@ -646,6 +673,59 @@ def powers(scales, ROWS: gl.constexpr, WARPS: gl.constexpr):
         is_pure=True,
         pack=1,
     )
+
+
+@gluon.jit
+def _half_times(x, y):
+    """Of float16 twice a word."""
+    return gl.inline_asm_elementwise(
+        _ASM_TIMES, "=r,r,r", [x, y], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _e4m3_scales(
+    scales,
+    deltas,
+    LANE: gl.constexpr,
+    FORMAT: gl.constexpr,
+    ROWS: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Of NVFP4: the scales of the four quarters, [ROWS, lane] each."""
+    words = scales.load(lane_layout(ROWS, WARPS, "lanes"))
+    words = gl.convert_layout(words, LANE, assert_trivial=True)
+    s0, s1, s2, s3 = gl.inline_asm_elementwise(
+        _ASM_E4M3_SCALES,
+        "=r,=r,=r,=r,r",
+        [words],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    if FORMAT.has_deltas:
+        pair = deltas.load(gl.SliceLayout(1, LANE)).expand_dims(1)
+        first, second = _duplicated(pair.broadcast_to([ROWS, 4]))
+        s0 = _half_times(s0, first)
+        s1 = _half_times(s1, first)
+        s2 = _half_times(s2, second)
+        s3 = _half_times(s3, second)
+    return s0, s1, s2, s3
+
+
+@gluon.jit
+def _negated_pair(deltas, factors, LANE: gl.constexpr, ROWS: gl.constexpr):
+    """Of Q1_0: the scales of both halves of the block, negated, [ROWS, lane] each."""
+    pair = deltas.load(gl.SliceLayout(1, LANE)).expand_dims(1)
+    first = _low_half(pair) * -factors.scales
+    second = _low_half(pair >> 16) * -factors.scales
+    s0 = gl.inline_asm_elementwise(
+        _ASM_SCALE, "=r,f", [first], dtype=gl.int32, is_pure=True, pack=1
+    )
+    s1 = gl.inline_asm_elementwise(
+        _ASM_SCALE, "=r,f", [second], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return s0.broadcast_to([ROWS, 4]), s1.broadcast_to([ROWS, 4])
 
 
 @gluon.jit
@@ -790,6 +870,12 @@ def _scales_and_offsets(
     elif FORMAT.has_powers:
         s0, s1 = powers(scales, ROWS, WARPS)
         return (s0, s0, s1, s1), (s0, s0, s1, s1)  # there are no offsets
+    elif FORMAT.has_e4m3_scales:
+        found = _e4m3_scales(scales, deltas, LANE, FORMAT, ROWS, WARPS)
+        return found, found  # as above
+    elif FORMAT.has_signs:
+        s0, s1 = _negated_pair(deltas, factors, LANE, ROWS)
+        return (s0, s0, s1, s1), (s0, s0, s1, s1)  # as above
     elif FORMAT.has_sums:  # no offsets either: the scales' smaller parts
         first, second = _row_words(scales, ROW, ROWS, WARPS)
         s0, m0 = _duplicated(first.broadcast_to([ROWS, 4]))
@@ -927,8 +1013,10 @@ def dequantized_quarter(
     words = block[0][QUARTER]
     more = block[1][QUARTER]
     scales = _both(block[2][QUARTER], ROWS)
-    if FORMAT.has_powers:
+    if FORMAT.has_small_floats:
         inputs = [words, scales]
+    elif FORMAT.has_signs:
+        inputs = [_both(words, ROWS), scales]
     elif FORMAT.has_signed_points:
         upper = _both(block[3][QUARTER], ROWS)
         inputs = [_both(words, ROWS), _both(more, ROWS), upper, block[4], scales]

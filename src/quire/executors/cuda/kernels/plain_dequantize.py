@@ -143,6 +143,9 @@ def _unit_words(planes: PlanePointers, at: Units, FORMAT: tl.constexpr):
         place = at.index * 64 + at.lane * 16 + at.half * 8 + at.steps * 4 + at.word * 2
         first = tl.load(planes.codes + place)
         return UnitWords(first, tl.load(planes.codes + place + 1), first)
+    elif FORMAT.has_signs:
+        word = tl.load(planes.codes + at.index * 8 + at.lane * 2 + at.half)
+        return UnitWords(word, word, word)
     else:
         if FORMAT.by_halves:
             place = at.half_index * 16 + at.lane * 4 + at.steps * 2 + at.word
@@ -243,6 +246,17 @@ def _scale_and_offset(
         field = (tl.load(planes.scales + at.delta * 2 + at.half) >> (at.lane * 8)) & 255
         scale = _from_half_bits(field << 10)
         offset = scale * 0.0
+    elif FORMAT.has_e4m3_scales:
+        byte = tl.load(planes.scales + at.index * 4 + at.lane) >> (8 * (at.half * 2 + at.steps))
+        scale = _from_half_bits((byte & 0x7F) << 7) * 2.0**15
+        if FORMAT.has_deltas:
+            pair = tl.load(planes.deltas + at.delta)
+            scale = _rounded(scale * _from_half_bits(pair >> (16 * at.half)), ROUNDED)
+        offset = scale * 0.0
+    elif FORMAT.has_signs:
+        pair = tl.load(planes.deltas + at.delta)
+        scale = _rounded(_from_half_bits(pair >> (16 * at.half)) * factors.scales, ROUNDED)
+        offset = scale * 0.0
     elif FORMAT.has_sums:
         word = tl.load(planes.scales + at.delta * 2 + at.half)
         scale = _from_half_bits(word) + _from_half_bits(word >> 16)
@@ -293,7 +307,7 @@ def one_bit_shift(pair, steps):
 
 @triton.jit
 def _small_float(bits, place):
-    """MXFP4's value times 2**10, of the pair at this place (plane_sources.FLOAT_SHIFTS)."""
+    """E2M1's value times 2**10, of the pair at this place (plane_sources.FLOAT_SHIFTS)."""
     upper = place // 2 % 2  # places 2 and 3
     lower = place % 2
     code = (bits >> (9 + 3 * upper - 8 * lower)) & 7
@@ -314,8 +328,11 @@ def _code(words: UnitWords, at: Units, FORMAT: tl.constexpr, WEIGHT: tl.constexp
         place = at.steps * 4 + at.word * 2 + WEIGHT // 4
         sign = (words.more >> (8 * (SWAPPED ^ 1) + place)) & 1
         return tl.where(sign == 1, -size, size).to(tl.float32)
-    elif FORMAT.has_powers:
+    elif FORMAT.has_small_floats:
         return _small_float(word >> (16 * ONE), PAIR)
+    elif FORMAT.has_signs:
+        bit = (word >> (PAIR + 4 * at.word + 8 * at.steps + 16 * ONE)) & 1
+        return (2 * bit - 1).to(tl.float32)
     elif FORMAT.has_sums:
         bits = word >> (8 * (WEIGHT % 4))
         return _from_half_bits((bits & 0x80) << 8 | (bits & 0x7F) << 7) * _E4M3_ONE
