@@ -229,8 +229,8 @@ def test_a_lie_is_refused_by_name(tmp_path: Path, lie: str) -> None:
 
 def test_an_unknown_tensor_type_is_refused_with_what_is_supported(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
-    path.write_bytes(build.Parts((), [build.tensor_info("w", [8], ggml_type=40)]).build())
-    with pytest.raises(UnsupportedModelError, match=r"'w' has type NVFP4 \(GGUF type 40\).*TQ2_0"):
+    path.write_bytes(build.Parts((), [build.tensor_info("w", [8], ggml_type=15)]).build())
+    with pytest.raises(UnsupportedModelError, match=r"'w' has type Q8_K \(GGUF type 15\).*TQ2_0"):
         GGUFFile(path)
 
 

@@ -1,5 +1,6 @@
 """Quantised checkpoints: weights are what their publishers' formulas say, and stay in blocks."""
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -464,6 +465,33 @@ def test_what_config_says_otherwise_is_refused_by_name(
 ) -> None:
     with pytest.raises(QuireError, match=message):
         load_changed(tmp_path, scheme, {}, **more)
+
+
+@pytest.mark.parametrize("scheme", ["modelopt", "modelopt-nvfp4"])
+def test_older_checkpoints_of_modelopt_say_it_beside_config_json(
+    scheme: str, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, "ministral3", checkpoint("ministral3", scheme)[0])
+    with pytest.raises(QuireError):
+        load_model(path)
+    method = {**SCHEMES[scheme][1], "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    del method["quant_method"]
+    beside = path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": method}))
+    with load_model(path) as model:
+        assert model.tensors["blk.1.attn_q.weight"].format.name == SCHEMES[scheme][2]
+    beside.write_text(json.dumps({"quantization": method | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(UnsupportedModelError, match="quant_algo = 'W4A8_AWQ' is not supported"):
+        load_model(path)
+
+
+def test_quantised_keys_and_values_alone_change_no_weight(tmp_path: Path) -> None:
+    _, floats = checkpoint("ministral3", "modelopt")
+    path = write_checkpoint(tmp_path, "ministral3", floats)
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(said))
+    with load_model(path) as model:
+        assert model.tensors["blk.1.attn_q.weight"].format.name == "F32"
 
 
 def test_modelopt_may_mix_fp8_and_nvfp4(tmp_path: Path) -> None:

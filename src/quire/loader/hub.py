@@ -48,7 +48,7 @@ _NOT_MODELS = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?=[-._/])", re.I)
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _FOLDER_FILES = re.compile(
     r"(?:model(?:-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|"
-    r"generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|"
+    r"generation_config\.json|hf_quant_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|"
     r"chat_template\.(?:jinja|json)|additional_chat_templates/tool_use\.jinja)"
 )
 

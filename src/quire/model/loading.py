@@ -41,6 +41,8 @@ from quire.tokenizer.tokenizer_json import (
     template_of_processor,
 )
 
+_QUANTISATION = "hf_quant_config.json"
+_MAX_QUANTISATION_BYTES = 4 << 20  # it may list all linears
 LARGEST_SOUND_NORM = 1000.0  # trained norm weights stay far below
 
 
@@ -103,9 +105,10 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
         family = config_family(source.whole_config)
         has_senses = source.config.get("model_type") in WITH_SENSES
         tensors = of_decoder(tensors) if has_senses else tensors
-        tensors = linears_joined(source.whole_config, tensors)
+        config = _with_quantisation(source)
+        tensors = linears_joined(config, tensors)
         tensors = named_as_ours(family, spec.num_layers, tensors)
-        tensors = weights_of(source.whole_config, tensors)
+        tensors = weights_of(config, tensors)
         if has_senses and "output.weight" not in tensors and _may_be_tied(source.config):
             spec = replace(spec, tied_head=True)
     tensors = arranged(family, spec, tensors, is_gguf=isinstance(source, GGUFFile))
@@ -116,6 +119,19 @@ def load_model(path: str | Path, files: Files = DISK, *, i2s_packing: str | None
     tensors = _without_zero_biases(spec, tensors)
     check_tensors(spec, tensors)
     return Model(spec, tensors, source)
+
+
+def _with_quantisation(folder: SafetensorsFolder) -> Mapping[str, object]:
+    """config.json, with what older checkpoints of modelopt say beside it."""
+    config = folder.whole_config
+    content = folder.read_beside(_QUANTISATION, _MAX_QUANTISATION_BYTES)
+    if content is None or config.get("quantization_config") is not None:
+        return config
+    section = Metadata(_QUANTISATION, parse_json_object(content, _QUANTISATION))
+    said = dict(section.section("quantization"))
+    if said.get("quant_algo") is None:  # keys and values alone
+        return config
+    return {**config, "quantization_config": {**said, "quant_method": "modelopt"}}
 
 
 def _without_zero_biases(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
