@@ -17,6 +17,7 @@ from quire.model.parts import (
     largest_of_layers,
     last_layers,
     layout_of,
+    why_not_cut,
     without_feed_forwards,
 )
 
@@ -89,9 +90,10 @@ def place(
     if gpu_layers is None:
         if _all_on_gpu(model, sizes, gpu_memory) <= gpu_memory:
             return None
-        counts = range(total - 1, 0, -1)
+        every = range(total - 1, 0, -1)
+        counts = [x for x in every if why_not_cut(model.spec, total - x) is None] or [1]
     else:
-        counts = range(gpu_layers, gpu_layers + 1)
+        counts = [gpu_layers]
     for count in counts:
         found = _placement(model, sizes, count, gpu_memory, cpu_memory)
         if _fits(found, last_layers(model, total - count), gpu_memory):
@@ -209,7 +211,8 @@ def _gpu_plan(
 def _gpu_workspace(model: Model, max_batch_size: int, gpu_memory: int) -> int:
     """About what is needed beside weights and cache."""
     spec = model.spec
-    floats = 4 * (spec.query_size + 2 * spec.kv_size) + 8 * spec.hidden_size + 4 * spec.ffn_size
+    heads = max(part.query_size + 2 * part.kv_size for part in spec.attentions.values())
+    floats = 4 * heads + 8 * spec.hidden_size + 4 * spec.ffn_size
     logits = max_batch_size * (spec.vocabulary_size + spec.hidden_size)
     step = 4 * (PIECE_TOKENS * floats + logits) + gpu_memory // _SAMPLING_SHARE
     return GPU_OVERHEAD + step

@@ -128,6 +128,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.LEARNED_POSITIONS, Feature.EMBEDDING_NORM, Feature.HEAD_BIAS}
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT}
         | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER, Feature.ROUTER_CHOICE}
+        | {Feature.VALUE_NORMS, Feature.SHARED_KV, Feature.EXPERTS_BESIDE_DENSE}
+        | {Feature.LAYER_INPUTS, Feature.OUTPUT_SCALE}
     ),
     "reference": frozenset(Feature),
 }

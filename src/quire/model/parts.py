@@ -10,14 +10,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from quire.core.errors import UnsupportedModelError
 from quire.loader.tensor import Tensor
+from quire.model.features import Feature
 from quire.model.kv_layout import KVLayout
 from quire.model.loading import Model
+from quire.model.spec import Attention, Layer, ModelSpec
 
 _HEAD = ("output.", "output_norm.")
 _EMBEDDING = "token_embd.weight"
 # Of a layer's tensors, those of its feed-forward.
-_FEED_FORWARD = ("ffn_", "exp_probs_b.", "pre_ffw_norm", "post_ffw_norm")
+_FEED_FORWARD = ("ffn_", "exp_probs_b.", "pre_ffw_norm", "post_ffw_norm", "layer_output_scale.")
+
+
+def why_not_cut(spec: ModelSpec, first: int) -> str | None:
+    """What the layers from `first` on need of those before beside hidden states; None: nothing."""
+    if spec.layer_inputs is not None:
+        return str(Feature.LAYER_INPUTS)
+    for index, part in spec.attentions.items():
+        if part.kv_layer is not None and part.kv_layer < first <= index:
+            return f"{Feature.SHARED_KV}, layer {index} those of layer {part.kv_layer}"
+    return None
 
 
 def first_layers(model: Model, count: int) -> Model:
@@ -32,13 +45,27 @@ def first_layers(model: Model, count: int) -> Model:
 
 def last_layers(model: Model, first: int) -> Model:
     """The layers from `first` on, the last norm and the head."""
+    lacking = why_not_cut(model.spec, first)
+    if lacking is not None:
+        raise UnsupportedModelError(
+            f"the {model.spec.family} model has {lacking}, and cannot be divided between two "
+            f"devices before layer {first}: leave out gpu_layers and placement"
+        )
     layers = model.spec.layers
     tensors = _layers(model.tensors, first, len(layers))
     for name, tensor in _others(model.tensors).items():
         if name.startswith(_HEAD) or (name == _EMBEDDING and model.spec.tied_head):
             tensors[name] = tensor
-    spec = replace(model.spec, layers=layers[first:], num_positions=0, embedding_norm=None)
+    kept = tuple(_numbered_from(first, layer) for layer in layers[first:])
+    spec = replace(model.spec, layers=kept, num_positions=0, embedding_norm=None)
     return replace(model, spec=spec, tensors=tensors)
+
+
+def _numbered_from(first: int, layer: Layer) -> Layer:
+    part = layer.mixer
+    if not isinstance(part, Attention) or part.kv_layer is None:
+        return layer
+    return replace(layer, mixer=replace(part, kv_layer=part.kv_layer - first))
 
 
 def without_feed_forwards(model: Model) -> Model:

@@ -290,7 +290,7 @@ def check_attention(
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
     case = AttentionCase.made(spec, layer, lengths)
     num_splits = -(-max(lengths) // SPLIT_SIZE)
-    attention = _attention(spec, num_splits, has_slopes=layer.slopes is not None)
+    attention = _attention(spec, num_splits, is_plain=layer.slopes is not None)
     found = case.found(attention, _FEW)
     others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
     wanted = case.exact()
@@ -298,7 +298,7 @@ def check_attention(
     return error, all(torch.equal(found, other) for other in others)
 
 
-def _attention(spec: AttentionShape, num_splits: int, *, has_slopes: bool = False) -> Attention:
+def _attention(spec: AttentionShape, num_splits: int, *, is_plain: bool = False) -> Attention:
     is_hopper = torch.cuda.get_device_capability()[0] >= 9
     return attention_for(
         spec,
@@ -308,7 +308,7 @@ def _attention(spec: AttentionShape, num_splits: int, *, has_slopes: bool = Fals
         block_size=BLOCK_SIZE,
         launch_options={"PDL": is_hopper, "launch_pdl": is_hopper},
         device="cuda",
-        has_slopes=has_slopes,
+        is_plain=is_plain,
     )
 
 

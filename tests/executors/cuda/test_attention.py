@@ -50,10 +50,12 @@ def attended(
     soft_cap: float = 0.0,
     sinks: Any = None,
     slopes: Any = None,
+    is_chunked: bool = False,
+    parts: int = 1,
 ) -> Any:
-    """Rows at these positions, so many tokens a program, in operand order."""
-    given = [None if x is None else x * np.log2(np.e) for x in (sinks, slopes)]
-    layer = LayerAttention(DIM**-0.5, window, soft_cap, *given)
+    """Rows at these positions, so many tokens a tile, in operand order."""
+    sinks, slopes = (None if x is None else x * np.log2(np.e) for x in (sinks, slopes))
+    layer = LayerAttention(DIM**-0.5, window, soft_cap, sinks, slopes, is_chunked)
     starts = list(positions)[::tokens]
     tiles = kernels.TokenTiles(
         rows=_integers([start - positions[0] for start in starts]),
@@ -65,8 +67,9 @@ def attended(
     out = torch.full((len(positions), 128), float("nan"), dtype=out_type)
     count = max(1, splits) * len(starts) * HEADS
     buffers = kernels.SplitBuffers(torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM))
-    shape = kernels.AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE)
-    kernels.attend[(len(starts), KV_HEADS, max(1, splits))](
+    shape = kernels.AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE, KV_HEADS)
+    shape = shape._replace(block_heads=cache["keys"].shape[1])
+    kernels.attend[(len(starts) * parts, KV_HEADS, max(1, splits))](
         cache["queries"][positions[0] :],
         cache["keys"],
         cache["values"],
@@ -87,6 +90,8 @@ def attended(
         LARGE=False,
         EXACT=True,
         PDL=False,
+        CHUNKED=is_chunked,
+        PARTS=parts,
     )
     if splits:
         kernels.merge_splits[(len(starts), 1)](
@@ -96,6 +101,7 @@ def attended(
             HEADS=4,
             AT_ONCE=2,
             PDL=False,
+            CHUNKED=is_chunked,
         )
     return out
 
@@ -107,9 +113,11 @@ def exact(
     soft_cap: float = 0.0,
     sinks: Any = None,
     slopes: Any = None,
+    is_chunked: bool = False,
 ) -> Any:
     """In float64, [heads * dims]."""
-    seen = range(max(0, position + 1 - window), position + 1)
+    first = position // window * window if is_chunked else max(0, position + 1 - window)
+    seen = range(first, position + 1)
     places = [(int(cache["table"][n // BLOCK]), n % BLOCK) for n in seen]
     mixed = []
     for head in range(HEADS):
@@ -156,6 +164,8 @@ SINGULAR: dict[str, dict[str, Any]] = {
     "ALiBi": {"slopes": SLOPES},
     "ALiBi, a soft cap and a window": {"slopes": SLOPES, "soft_cap": 1.5, "window": 20},
     "sinks, a soft cap and a window": {"sinks": SINKS, "soft_cap": 1.5, "window": 20},
+    "a chunk": {"window": 33, "is_chunked": True},
+    "chunks, one of which ends among the rows": {"window": 21, "is_chunked": True},
 }
 
 
@@ -175,16 +185,36 @@ def test_sinks_soft_caps_and_slopes_are_a_rows_own(
         assert torch.equal(found, together), (tokens, splits)
 
 
+@pytest.mark.parametrize(
+    ("first", "options"),
+    [(51, {"window": 20}), (64, {"window": 64, "is_chunked": True})],
+    ids=["window", "chunk"],
+)
 @pytest.mark.parametrize(("tokens", "splits"), [(8, 0), (1, 0), (1, 4)])
 def test_blocks_before_the_window_are_not_read(
-    cache: dict[str, Any], tokens: int, splits: int
+    cache: dict[str, Any], tokens: int, splits: int, first: int, options: dict[str, Any]
 ) -> None:
     """They may be another sequence's by now: here one that nobody wrote."""
-    whole = attended(cache, range(70, 78), tokens, window=20, splits=splits)
+    whole = attended(cache, range(70, 78), tokens, splits=splits, **options)
     table = cache["table"].clone()
-    table[: (70 + 1 - 20) // BLOCK] = 1
-    freed = attended({**cache, "table": table}, range(70, 78), tokens, window=20, splits=splits)
+    table[: first // BLOCK] = 1
+    freed = attended({**cache, "table": table}, range(70, 78), tokens, splits=splits, **options)
     assert torch.equal(freed, whole)
+
+
+@pytest.mark.parametrize("window", [NO_WINDOW, 20])
+def test_programs_that_share_a_tile_change_no_bit(cache: dict[str, Any], window: int) -> None:
+    wanted = attended(cache, range(60, 83), 8, window=window)
+    assert torch.equal(attended(cache, range(60, 83), 16, window=window, parts=2), wanted)
+    assert torch.equal(attended(cache, range(60, 83), 32, window=window, parts=4), wanted)
+
+
+@pytest.mark.parametrize("splits", [0, 4])
+def test_blocks_may_have_room_for_heads_of_other_layers(cache: dict[str, Any], splits: int) -> None:
+    empty = torch.full_like(cache["keys"][:, :1], float("nan"))
+    roomy = {name: torch.cat([cache[name], empty], 1) for name in ("keys", "values")}
+    found = attended({**cache, **roomy}, range(60, 68), 1, splits=splits)
+    assert torch.equal(found, attended(cache, range(60, 68), 1, splits=splits))
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ ON_CUDA = {  # of the drawn families
     *("granite-shared", "granitemoe-shared", "deepseek", "bailingmoe", "exaone-moe"),
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
     *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
-    *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
+    *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt", "gemma4", "gemma4-experts"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}

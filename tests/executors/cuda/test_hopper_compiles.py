@@ -244,7 +244,9 @@ def test_attention_reads_what_tma_loaded(
     pretend()
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
     options = {"PDL": True, "launch_pdl": True}
-    splits = launchers._Splits(spec, num_tokens, max(1, num_splits), "cpu")
+    splits = launchers._Splits(
+        launchers.split_buffers([spec], num_tokens, max(1, num_splits), "cpu")
+    )
     query_type = torch.float32 if half == "float16" else torch.bfloat16
     attention = launchers.HopperAttention(
         spec, splits, 16, options, 256, has_prefill=half == "bfloat16"
@@ -314,7 +316,7 @@ def test_large_steps_attend_in_cuda_where_that_kernel_runs(
     pretend()
     spec: Any = SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128)
     options = {"PDL": True, "launch_pdl": True}
-    splits = launchers._Splits(spec, 1, 1, "cpu")
+    splits = launchers._Splits(launchers.split_buffers([spec], 1, 1, "cpu"))
     prefill: Any = _Prefill(takes=takes, runs=runs)
     attention = launchers.HopperAttention(
         spec, splits, 16, options, 4, has_prefill=True, cuda_prefill=prefill
@@ -384,9 +386,9 @@ def test_the_kernel_in_cuda_is_compiled_for_models_it_is_made_for(
         assert attention.fallback is None
 
 
-@pytest.mark.parametrize("has_slopes", [False, True])
-def test_models_with_alibi_take_the_plain_kernel_in_every_step(
-    has_slopes: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_layers_with_what_the_plain_kernel_alone_has_take_it_in_every_step(
+    is_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launchers, "runs_hopper_kernels", lambda device: True)
     spec: Any = SimpleNamespace(num_heads=32, num_kv_heads=32, head_dim=128)
@@ -398,9 +400,9 @@ def test_models_with_alibi_take_the_plain_kernel_in_every_step(
         block_size=16,
         launch_options={},
         device="cpu",
-        has_slopes=has_slopes,
+        is_plain=is_plain,
     )
-    wanted = launchers.PlainAttention if has_slopes else launchers.HopperAttention
+    wanted = launchers.PlainAttention if is_plain else launchers.HopperAttention
     assert type(attention) is wanted
 
 
@@ -426,7 +428,7 @@ def test_attention_over_codes_beside_queries_in_float32_fits_its_registers(
     pretend()
     spec: Any = SimpleNamespace(num_heads=20, num_kv_heads=5, head_dim=128)
     options = {"PDL": True, "launch_pdl": True}
-    splits = launchers._Splits(spec, num_tokens, 1, "cpu")
+    splits = launchers._Splits(launchers.split_buffers([spec], num_tokens, 1, "cpu"))
     attention = launchers.HopperAttention(spec, splits, 16, options, 256)
     catch = _Catch(attention._kernels.attend)
     monkeypatch.setattr(attention._kernels, "attend", catch)
@@ -460,7 +462,7 @@ def test_the_plain_attention_compiles_for_either_cache(
     """What the interpreter runs may still not compile. Here with sinks, a soft cap and a window."""
     pretend()
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=2, head_dim=head_dim)
-    splits = launchers._Splits(spec, 4, 1, "cpu")
+    splits = launchers._Splits(launchers.split_buffers([spec], 4, 1, "cpu"))
     options = {"PDL": True, "launch_pdl": True}
     attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
     catch = _Catch(plain_attention.attend)
@@ -619,8 +621,10 @@ def test_every_kernel_of_a_familys_step_compiles(
         return run(self, *arguments, **{**settings, "warmup": True})
 
     def plain(spec: Any, **settings: Any) -> launchers.Attention:
-        assert settings["has_slopes"] == (case == "bloom")
-        splits = launchers._Splits(spec, settings["max_split_tokens"], 4, "cpu")
+        assert settings["is_plain"] == (case == "bloom")
+        splits = launchers._Splits(
+            launchers.split_buffers([spec], settings["max_split_tokens"], 4, "cpu")
+        )
         return launchers.PlainAttention(spec, splits, 16, options, exact=False)
 
     run = triton.JITFunction.run

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tests.executors.test_contract import (  # noqa: F401
 )
 from tests.fixture_files import fixture_file
 
-from quire.core.errors import ConfigError, StepCancelledError
+from quire.core.errors import ConfigError, StepCancelledError, UnsupportedModelError
 from quire.core.plan import BlockCopy, SequencePlan, StepPlan, Want
 from quire.executors.base import BLOCK_SIZE, Executor
 from quire.executors.cpu.executor import CpuExecutor, LayerOutput
@@ -39,6 +41,7 @@ from quire.executors.placed import PlacedExecutor, load_placed
 from quire.executors.worker import CancelFlag
 from quire.model.kv_layout import grouped
 from quire.model.loading import Model, load_model
+from quire.model.parts import last_layers, why_not_cut
 
 TINY = fixture_file("tiny/Q4_0.gguf")
 BITNET = fixture_file("tiny-bitnet/TQ2_0.gguf")
@@ -137,6 +140,28 @@ def test_what_stands_before_all_layers_or_behind_them_is_one_sides_own(
 ) -> None:
     """Learned positions, a norm after the embedding, a head with a bias; ALiBi on both sides."""
     check_between_both(write_drawn(case, tmp_path), opened_placed)
+
+
+@pytest.mark.parametrize("cpu_layers", [1, 2])
+def test_layers_of_other_heads_may_be_on_either_side(cpu_layers: int, tmp_path: Path) -> None:
+    path = write_drawn("gemma4-experts", tmp_path)
+    check_between_both(path, partial(opened_placed, cpu_layers=cpu_layers))
+
+
+def test_models_whose_layers_need_more_than_hidden_states_are_not_cut(tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn("gemma4", tmp_path)) as model:
+        with pytest.raises(
+            UnsupportedModelError, match="has embeddings for each layer, and cannot"
+        ):
+            last_layers(model, 2)
+        spec = replace(model.spec, layer_inputs=None)
+        model = replace(model, spec=spec)
+        with pytest.raises(UnsupportedModelError, match="layer 3 those of layer 1, and cannot be"):
+            last_layers(model, 2)
+        # Layers 3 and 4 read what layer 1 keeps, layer 5 what layer 2 does.
+        assert why_not_cut(spec, 1) is None
+        parts = [layer.attention.kv_layer for layer in last_layers(model, 1).spec.layers]
+    assert parts == [None, None, 0, 0, 1]
 
 
 @pytest.mark.parametrize("cpu_layers", [1, 3])

@@ -109,6 +109,9 @@ def test_a_grouped_gemm_fits_every_gpu(
     [
         *((capability, 32, 8, 128, False, "bfloat16") for capability in CAPABILITIES),
         (89, 9, 3, 64, False, "bfloat16"),
+        *((capability, 32, 4, 512, False, "bfloat16") for capability in CAPABILITIES),
+        *((90, 8, 1, 512, False, kept) for kept in ("bfloat16", "int8", "uint8")),
+        (90, 16, 1, 512, False, "bfloat16"),
         *((capability, 32, 32, 128, True, "bfloat16") for capability in CAPABILITIES),
         *((capability, 16, 16, 64, True, "bfloat16") for capability in (89, 90)),
         *((90, 32, 32, 128, True, kept) for kept in ("int8", "uint8")),
@@ -127,7 +130,7 @@ def test_attention_fits_every_gpu(
     pretend(capability)
     catch = caught(plain_attention, "attend", monkeypatch)
     spec: Any = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim)
-    splits = launchers._Splits(spec, 4, 1, "cpu")
+    splits = launchers._Splits(launchers.split_buffers([spec], 4, 1, "cpu"))
     options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
     attention = launchers.PlainAttention(spec, splits, 16, options, exact=False)
     keys = torch.empty((8, kv_heads, 16, head_dim), dtype=getattr(torch, kept))

@@ -7,6 +7,7 @@ is made for the model and compiles, kernels/prefill.cu with the same bits.
 
 import ctypes
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -29,6 +30,7 @@ _QUERY_ROWS = 16  # of a program: tokens times the heads of a group
 _SMALL_STEP = 256  # tokens; larger steps hold prompts, whose tokens share keys
 _SMALL_STEP_ROWS = 8
 _MAX_PREFILL_DIM = 128  # heads that kernels/hopper_prefill.py takes
+_WIDE_DIM = 256  # heads beyond it have smaller tiles
 _LARGE_STEP_ROWS = {64: 32, 128: 32, 256: 16}  # by head_dim: those that the Hopper kernel takes
 
 
@@ -53,6 +55,7 @@ class AttentionInput:
     tables: Array  # block tables, one after the other
     tiles: TokenTiles
     out: Array  # [tokens, heads * head_dim], float16 or float32, in operand order
+    tile_tokens: int = 0  # of a tile; 0: as many as the attention's `tokens_per_tile`
 
 
 class LayerAttention(NamedTuple):
@@ -63,6 +66,7 @@ class LayerAttention(NamedTuple):
     soft_cap: float = 0.0  # on scores; 0: none
     sinks: Array | None = None  # float32 [heads], times log2(e)
     slopes: Array | None = None  # ALiBi's, float32 [heads], times log2(e)
+    is_chunked: bool = False  # the window is the size of chunks
 
     @property
     def exp2_scale(self) -> float:
@@ -80,7 +84,7 @@ class LayerAttention(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    keys: Array  # [block, kv head, slot, head_dim]
+    keys: Array  # [block, kv head, slot, head_dim]; a block may have room for more heads
     values: Array
     scales: Array | None = None  # of keys and values of one byte (kernels/kv_codes.py)
 
@@ -100,18 +104,24 @@ class Attention(Protocol):
         program computes all splits."""
 
 
-class _Splits:
-    """Scratch memory for splits of the context that have programs of their own."""
+def split_buffers(
+    kinds: Iterable[Heads], num_tokens: int, num_splits: int, device: str
+) -> SplitBuffers:
+    """For splits of so many tokens, with heads of any of these kinds."""
+    most = num_tokens * num_splits
+    heads = max(spec.num_heads for spec in kinds)
+    columns = max(spec.num_heads * spec.head_dim for spec in kinds)
+    sizes = (most * heads, most * heads, most * columns)
+    return SplitBuffers(
+        *(torch.zeros((size,), dtype=torch.float32, device=device) for size in sizes)
+    )
 
-    def __init__(self, spec: Heads, num_tokens: int, num_splits: int, device: str) -> None:
-        self._spec = spec
-        count = num_tokens * num_splits * spec.num_heads
-        self.buffers = SplitBuffers(
-            *(
-                torch.zeros(shape, dtype=torch.float32, device=device)
-                for shape in ((count,), (count,), (count, spec.head_dim))
-            )
-        )
+
+class _Splits:
+    """Splits of the context that have programs of their own."""
+
+    def __init__(self, buffers: SplitBuffers) -> None:
+        self.buffers = buffers
 
     def merge(
         self,
@@ -134,6 +144,7 @@ class _Splits:
             DIMS=triton.next_power_of_2(shape.head_dim),
             HEADS=_MERGE_HEADS,
             AT_ONCE=min(_MERGE_AT_ONCE, int(triton.next_power_of_2(num_splits))),
+            CHUNKED=layer.is_chunked,
             num_warps=4,
             enable_fp_fusion=False,
             **launch_options,
@@ -158,7 +169,8 @@ class PlainAttention:
         self._splits = splits
         self._launch_options = launch_options
         self._exact = exact
-        self._shape = _shape(spec, block_size, max(_QUERY_ROWS, _group(spec)), attention.TILE)
+        tile = attention.TILE if spec.head_dim <= _WIDE_DIM else attention.WIDE_TILE
+        self._shape = _shape(spec, block_size, max(_QUERY_ROWS, _group(spec)), tile)
 
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         del num_tokens
@@ -169,7 +181,11 @@ class PlainAttention:
     ) -> None:
         spec = self._spec
         num_tiles = len(inputs.tiles.rows)
-        attention.attend[(num_tiles, spec.num_kv_heads, max(1, num_splits))](
+        shape = self._shape._replace(block_heads=cache.keys.shape[1])
+        own = self.tokens_per_tile(num_tiles, num_splits)
+        parts = max(1, inputs.tile_tokens // own)
+        has_many = cache.scales is not None or spec.head_dim > _WIDE_DIM
+        attention.attend[(num_tiles * parts, spec.num_kv_heads, max(1, num_splits))](
             inputs.queries,
             cache.keys,
             cache.values,
@@ -184,20 +200,20 @@ class PlainAttention:
             layer.sinks,
             layer.exp2_soft_cap,
             layer.slopes,
-            SHAPE=self._shape,
+            SHAPE=shape,
             DIMS=max(_MIN_DIMS, triton.next_power_of_2(spec.head_dim)),
             SPLIT_PROGRAMS=num_splits > 0,
             LARGE=cache.keys.numel() >= 1 << 31,
             EXACT=self._exact,
-            num_warps=attention.WARPS if cache.scales is None else attention.CODE_WARPS,
+            CHUNKED=layer.is_chunked,
+            PARTS=parts,
+            num_warps=attention.MANY_WARPS if has_many else attention.WARPS,
             num_stages=attention.STAGES,
             enable_fp_fusion=False,
             **self._launch_options,
         )
         if num_splits:
-            self._splits.merge(
-                inputs, num_tiles, num_splits, layer, self._shape, self._launch_options
-            )
+            self._splits.merge(inputs, num_tiles, num_splits, layer, shape, self._launch_options)
 
 
 class _PrefillArguments(ctypes.Structure):
@@ -357,12 +373,15 @@ class HopperAttention:
     def attend(
         self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_splits: int
     ) -> None:
-        assert layer.slopes is None, "attention_for takes the plain kernel"
+        is_plain = layer.slopes is not None or layer.is_chunked
+        assert not is_plain, "attention_for takes the plain kernel"
         spec = self._spec
         num_tokens = len(inputs.tiles.rows)
         shape = _shape(spec, self._block_size, self._rows(num_tokens), self._kernels.TILE)
+        shape = shape._replace(block_heads=cache.keys.shape[1])
         # Every sequence has at most one tile that is not full.
-        num_full = num_tokens // self.tokens_per_tile(num_tokens, num_splits)
+        tile_tokens = inputs.tile_tokens or self.tokens_per_tile(num_tokens, num_splits)
+        num_full = num_tokens // tile_tokens
         num_tiles = min(num_tokens, num_full + self._max_sequences)
         is_prefill = shape.rows == self._prefill.ROWS
         if is_prefill and self._attend_in_cuda(inputs, cache, layer, num_tiles):
@@ -402,7 +421,10 @@ class HopperAttention:
         self, inputs: AttentionInput, cache: LayerCache, layer: LayerAttention, num_tiles: int
     ) -> bool:
         kernel = self._cuda_prefill
-        if kernel is None or not kernel.takes(inputs, cache, layer):
+        has_room = (
+            cache.keys.shape[1] > self._spec.num_kv_heads
+        )  # for heads that are not the layer's
+        if kernel is None or has_room or not kernel.takes(inputs, cache, layer):
             return False
         is_dependent = self._launch_options.get("launch_pdl", False)
         return kernel.attend(inputs, cache, layer, num_tiles, is_dependent=is_dependent)
@@ -419,13 +441,16 @@ def attention_for(
     device: str,
     query_dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype = torch.bfloat16,
-    has_slopes: bool = False,
+    is_plain: bool = False,
+    buffers: SplitBuffers | None = None,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
-    give splits of the context programs of their own. `has_slopes`: a layer of the model has ALiBi,
-    which the plain kernel alone computes."""
-    splits = _Splits(spec, max_split_tokens, max_splits, device)
-    is_hopper = runs_hopper_kernels(device) and not has_slopes
+    give splits of the context programs of their own, with `buffers` that all kinds of heads share.
+    `is_plain`: layers have what the plain kernel alone computes."""
+    if buffers is None:
+        buffers = split_buffers([spec], max_split_tokens, max_splits, device)
+    splits = _Splits(buffers)
+    is_hopper = runs_hopper_kernels(device) and not is_plain
     # Queries in float32 are multiplied as two halves, for which heads of 256 have no registers.
     has_registers = query_dtype is not torch.float32 or spec.head_dim < 256
     if is_hopper and has_registers and _group(spec) <= _LARGE_STEP_ROWS.get(spec.head_dim, 0):
@@ -444,6 +469,14 @@ def attention_for(
     return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
 
 
+def common_tile(kinds: Sequence[Attention], num_tokens: int, num_splits: int) -> int:
+    """Tokens of a tile that all of these take. On Hopper a program takes a whole tile; several of
+    the plain kernel's may share one."""
+    sizes = {x: x.tokens_per_tile(num_tokens, num_splits) for x in kinds}
+    on_hopper = [size for x, size in sizes.items() if isinstance(x, HopperAttention)]
+    return min(on_hopper) if on_hopper else max(sizes.values())
+
+
 def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape:
     return AttentionShape(
         num_heads=spec.num_heads,
@@ -454,6 +487,7 @@ def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape
         group=_group(spec),
         split_size=SPLIT_SIZE,
         tile=tile,
+        block_heads=spec.num_kv_heads,
     )
 
 

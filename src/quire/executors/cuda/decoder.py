@@ -15,6 +15,7 @@ import torch
 import triton
 
 from quire.executors.base import BLOCK_SIZE
+from quire.executors.cuda import attention as attentions
 from quire.executors.cuda.attention import (
     SPLIT_SIZE,
     AttentionInput,
@@ -28,8 +29,9 @@ from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
-from quire.executors.cuda.planes import Array, operand_order, padded
+from quire.executors.cuda.planes import GATED_DIVISOR, Array, Planes, operand_order, padded
 from quire.executors.cuda.weights import (
+    BesideExperts,
     DenseWeights,
     LayerWeights,
     Linear,
@@ -112,6 +114,7 @@ class RopeTables:
 class LoweredLayer:
     """A layer as its launches take it."""
 
+    index: int
     group: int  # whose block tables it reads
     slot: int  # of its keys and values in a block
     weights: LayerWeights
@@ -119,6 +122,7 @@ class LoweredLayer:
     query_scales: Array | None  # by position, float32
     rope_shape: layers.RopeShape
     attention: LayerAttention
+    attend: attentions.Attention
     epsilon: float  # of the norms of queries and keys
     is_parallel: bool
     residual_scale: float
@@ -131,6 +135,7 @@ class Added(NamedTuple):
     linear: Linear | None = None  # what made it, where one linear did
     norm: NormWeights | None = None  # of it, before it is added
     scale: float = 1.0  # of it, after that norm
+    state_scale: float = 1.0  # of the hidden states, after it is added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,9 +164,26 @@ class Limits:
         return -(-self.max_context // SPLIT_SIZE)
 
 
+def block_width(spec: ModelSpec) -> int:
+    """Numbers that a slot of a block has for the keys of a position, and as many for its values:
+    those of the layer with most, in whole heads of every layer."""
+    parts = spec.attentions.values()
+    unit = math.lcm(*(part.head_dim for part in parts))
+    return -(-max(part.kv_size for part in parts) // unit) * unit
+
+
+def kv_block_bytes(spec: ModelSpec, layout: KVLayout, *, is_8bit: bool) -> int:
+    """What a block takes."""
+    width = block_width(spec)
+    scales = 4 * sum({width // part.head_dim for part in spec.attentions.values()})
+    return layout.num_slots * BLOCK_SIZE * 2 * (width + scales if is_8bit else 2 * width)
+
+
 class KVBlocks:
-    """Keys and values: [slot of the layout, block, kv head, position, head_dim]; scales of those
-    of one byte: [slot of the layout, block, kv head, 2, position]."""
+    """Keys and values: [slot of the layout, block, kv head, position, head_dim] as the first layers
+    have them; layers of other heads have the same memory in their own shape. Scales of those of one
+    byte: [slot of the layout, block, kv head, 2, position], by the heads that a block has room for.
+    """
 
     def __init__(
         self,
@@ -172,17 +194,26 @@ class KVBlocks:
         kv_dtype: torch.dtype,
     ) -> None:
         self.num_blocks = num_blocks
-        shape = (layout.num_slots, num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
+        width = block_width(spec)
+        room = {part.head_dim: width // part.head_dim for part in spec.attentions.values()}
+        place = (layout.num_slots, num_blocks)
+        shape = (*place, room[spec.head_dim], BLOCK_SIZE, spec.head_dim)
         self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
         self.values = torch.empty(shape, dtype=kv_dtype, device=device)
-        self.scales: Array | None = None
+        self._scales: dict[int, Array] = {}
         if kv_dtype.itemsize == 1:
-            shape = (*shape[:3], 2, BLOCK_SIZE)
-            self.scales = torch.empty(shape, dtype=torch.float32, device=device)
+            for heads in room.values():
+                shape = (*place, heads, 2, BLOCK_SIZE)
+                self._scales[heads] = torch.empty(shape, dtype=torch.float32, device=device)
+
+    @property
+    def scales(self) -> Array | None:
+        """Of the first kind of layers."""
+        return next(iter(self._scales.values()), None)
 
     @property
     def arrays(self) -> list[Array]:
-        return [array for array in (self.keys, self.values, self.scales) if array is not None]
+        return [self.keys, self.values, *self._scales.values()]
 
     @property
     def num_bytes(self) -> int:
@@ -192,9 +223,11 @@ class KVBlocks:
         for array in self.arrays:
             array[:, target] = array[:, source]
 
-    def layer(self, slot: int) -> LayerCache:
-        scales = None if self.scales is None else self.scales[slot]
-        return LayerCache(self.keys[slot], self.values[slot], scales)
+    def layer(self, slot: int, head_dim: int) -> LayerCache:
+        shape = (self.num_blocks, -1, BLOCK_SIZE, head_dim)
+        keys, values = self.keys[slot].view(shape), self.values[slot].view(shape)
+        scales = self._scales[keys.shape[1]][slot] if self._scales else None
+        return LayerCache(keys, values, scales)
 
 
 class Decoder:
@@ -258,11 +291,12 @@ class Decoder:
     @property
     def fallback(self) -> str | None:
         """Why slower attention than usual runs; known once it is compiled."""
-        return self._attention.fallback
+        return next((x.fallback for x in self._attentions.values() if x.fallback), None)
 
     def tokens_per_tile(self, shape: BodyShape) -> int:
-        """Tokens of one sequence that an attention program takes."""
-        return self._attention.tokens_per_tile(shape.num_tokens, shape.num_splits)
+        """Tokens of one sequence that attention has in a tile."""
+        kinds = tuple(self._attentions.values())
+        return attentions.common_tile(kinds, shape.num_tokens, shape.num_splits)
 
     # ---- buffers
 
@@ -280,20 +314,30 @@ class Decoder:
         returned = tokens if limits.only_feed_forwards else 0
         self.returned = self._zeros((returned, self._padded_hidden), torch.float32)
         self._natural_order = torch.argsort(self._hidden_order)
-        self.queries = self._zeros((tokens, spec.num_heads, spec.head_dim), self._QUERY_DTYPE)
+        parts = spec.attentions.values()
+        most = max(part.query_size for part in parts)
+        self._queries = self._zeros((tokens * most,), self._QUERY_DTYPE)
         self._make_activations()
-        self._attention = attention_for(
-            spec,
-            max_split_tokens=limits.max_split_tokens,
-            max_splits=limits.max_splits,
-            max_sequences=limits.num_rows,
-            block_size=BLOCK_SIZE,
-            launch_options=self._launch_options(),
-            device=self._device,
-            query_dtype=self._QUERY_DTYPE,
-            kv_dtype=self.kv_dtype,
-            has_slopes=any(part.alibi for part in spec.attentions.values()),
+        kinds = {_heads(part): part for part in parts}
+        buffers = attentions.split_buffers(
+            kinds.values(), limits.max_split_tokens, limits.max_splits, self._device
         )
+        self._attentions = {
+            kind: attention_for(
+                part,
+                max_split_tokens=limits.max_split_tokens,
+                max_splits=limits.max_splits,
+                max_sequences=limits.num_rows,
+                block_size=BLOCK_SIZE,
+                launch_options=self._launch_options(),
+                device=self._device,
+                query_dtype=self._QUERY_DTYPE,
+                kv_dtype=self.kv_dtype,
+                is_plain=kind.is_plain,
+                buffers=buffers,
+            )
+            for kind, part in kinds.items()
+        }
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
@@ -311,12 +355,19 @@ class Decoder:
         """What GEMMs read and write."""
         spec, tokens = self._spec, self._limits.num_tokens
         self._activations = self.normed
-        self.attention_output = self._zeros((tokens, padded(spec.query_size)), torch.float16)
+        # What one kind of heads leaves beside its columns would be another's padding.
+        self._attended = {
+            size: self._zeros((tokens, padded(size)), torch.float16)
+            for size in {part.query_size for part in spec.attentions.values()}
+        }
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
         held = self._weights.layers
+        self._make_input_buffers(tokens)
         dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
-        linears = [linear for layer in held for linear in (layer.qkv, layer.output) if linear]
+        linears = [linear for layer in held for linear in layer.others]
+        if self._weights.inputs is not None:
+            linears.append(self._weights.inputs.projection)
         most = max([linear.num_splits * linear.num_rows for linear in linears], default=0)
         most = max([most, *(self._num_sums(layer) * self._padded_hidden for layer in held)])
         if any(layer.is_parallel for layer in spec.layers):  # both halves leave theirs
@@ -329,6 +380,19 @@ class Decoder:
         gates = [feed.gate_up for feed in dense if self._gemm.needs_gate_sums(feed.gate_up)]
         most = max((gate.num_rows for gate in gates), default=0)
         self._gate_sums = self._zeros((most * tokens,), torch.float32)
+
+    def _make_input_buffers(self, tokens: int) -> None:
+        """What layers get of each token, of models whose layers get any."""
+        spec, part = self._spec, self._spec.layer_inputs
+        self._unit_norm = NormWeights(epsilon=spec.norm_epsilon, kind=NormKind.RMS.value)
+        if any(layer.beside is not None for layer in self._weights.layers):
+            self._routed = self._zeros((tokens, self._padded_hidden), torch.float16)
+        if part is None:
+            return
+        every, width = spec.num_layers * part.size, padded(part.size)
+        self._embedded = self._zeros((tokens, padded(every)), torch.float32)
+        self._inputs = self._zeros((tokens, spec.num_layers, width), torch.float32)
+        self._gated_inputs = self._zeros((tokens, width), torch.float16)
 
     def _num_sums(self, layer: LayerWeights) -> int:
         """Splits that a layer's feed-forward leaves."""
@@ -352,17 +416,20 @@ class Decoder:
         ):
             part = layer.attention
             attention = LayerAttention(
-                part.scale, part.window, part.soft_cap, weights.sinks, slopes[part]
+                *(part.scale, part.window, part.soft_cap, weights.sinks),
+                *(slopes[part], part.is_chunked),
             )
             lowered.append(
                 LoweredLayer(
+                    index=index,
                     group=self._layout.groups[index],
                     slot=self._layout.slots[index],
                     weights=weights,
                     rope=ropes[part.rope],
                     query_scales=scales[part],
-                    rope_shape=_rope_shape(part),
+                    rope_shape=_rope_shape(part, block_width(spec)),
                     attention=attention,
+                    attend=self._attentions[_heads(part)],
                     epsilon=0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon,
                     is_parallel=layer.is_parallel,
                     residual_scale=layer.residual_scale,
@@ -410,11 +477,12 @@ class Decoder:
             self._take_given(count)
         else:
             self._embed(count, body)
+            self._make_layer_inputs(count, body)
         added: Added | None = None
         for layer in self._layers if through is None else through:
             self._norm(count, layer.weights.mixer_norm, added)
             self._attend(shape, body, blocks, layer)
-            added = self._project(count, layer.weights)
+            added = self._project(count, layer)
             if layer.is_parallel:
                 if layer.weights.feed_forward_norm is not None:  # of what attention took, too
                     self._norm(count, layer.weights.feed_forward_norm, None)
@@ -425,7 +493,7 @@ class Decoder:
                 self._norm(count, layer.weights.feed_forward_norm, added)
                 fed = self._feed_forward(count, layer.weights)
             norm = layer.weights.feed_forward_output_norm
-            added = fed._replace(norm=norm, scale=layer.residual_scale)
+            added = self._finish(count, layer, fed._replace(norm=norm, scale=layer.residual_scale))
         self._norm(count, self._weights.output_norm, added, is_last=True)
 
     def run_feed_forward(self, count: int, index: int) -> None:
@@ -440,15 +508,28 @@ class Decoder:
         self._norm(count, weights.feed_forward_norm, None)
         fed = self._feed_forward(count, weights)
         added = fed._replace(norm=weights.feed_forward_output_norm, scale=layer.residual_scale)
+        added = self._finish(count, layer, added)
         self._norm(count, self._weights.output_norm, added, is_last=True)
+
+    def _finish(self, count: int, layer: LoweredLayer, added: Added) -> Added:
+        """What comes after both halves. `added`: what is still to be added to the hidden states."""
+        inputs = layer.weights.inputs
+        if inputs is not None:
+            self._norm(count, self._unit_norm, added)
+            made = self._multiply(inputs.gate, self.normed, count)
+            self._gate_input(count, layer.index, made)
+            added = self._multiply(inputs.output, self._gated_inputs, count)
+            added = added._replace(norm=inputs.norm)
+        return added._replace(state_scale=layer.weights.output_scale)
 
     def _take_given(self, count: int) -> None:
         torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
 
-    def _project(self, count: int, layer: LayerWeights) -> Added:
+    def _project(self, count: int, layer: LoweredLayer) -> Added:
         """The output projection of attention."""
-        assert layer.output is not None
-        return self._multiply(layer.output, self.attention_output, count)
+        assert layer.weights.output is not None
+        attended = self._attended[layer.rope_shape.query_size]
+        return self._multiply(layer.weights.output, attended, count)
 
     def _feed_forward(self, count: int, layer: LayerWeights, after: int = 0) -> Added:
         """The feed-forward of `normed`; the first `after` splits of `_sums` stay."""
@@ -456,12 +537,37 @@ class Decoder:
         if not isinstance(feed, ExpertWeights):
             return self._dense(count, feed, after)
         assert self._experts is not None
+        if layer.beside is not None:
+            return self._beside(count, feed, layer.beside)
         slots = (after + feed.part.num_used, self._limits.num_tokens, self._padded_hidden)
         sums = self._sums[: math.prod(slots)].view(slots)
         self._experts.run(feed, self.normed, sums[after:], count)
         if layer.shared is None:
             return Added(len(sums))
         return self._dense(count, layer.shared.feed, len(sums), layer.shared.gate)
+
+    def _beside(self, count: int, experts: ExpertWeights, beside: BesideExperts) -> Added:
+        """A dense feed-forward of `normed`, and experts of the hidden states behind a norm of their
+        own, which the router sees behind one without weights."""
+        assert self._experts is not None
+        splits = self._dense(count, beside.feed, 0).num_splits
+        self._norm(count, beside.input_norm, None)
+        self._norm(count, beside.router_norm, None, out=self._routed)
+        slots = (splits + experts.part.num_used, self._limits.num_tokens, self._padded_hidden)
+        sums = self._sums[: math.prod(slots)].view(slots)
+        self._experts.run(experts, self.normed, sums[splits:], count, self._routed)
+        layers.add_normed[(count,)](
+            sums,
+            self._padded_hidden,
+            self._spec.hidden_size,
+            sums.stride(0),
+            beside.output_norm.output,
+            beside.expert_output_norm.output,
+            DENSE_SPLITS=splits,
+            SPLITS=len(sums),
+            **self._norm_options(),
+        )
+        return Added(1)
 
     def _dense(
         self, count: int, feed: DenseWeights, after: int, gate: Array | None = None
@@ -493,21 +599,7 @@ class Decoder:
         vectors, learned = self._weights.positions, None
         if vectors is not None:
             learned = gemm_kernels.LearnedPositions(body.fields[BodyField.POSITION], vectors)
-        gemm_kernels.embed[(count, planes.num_blocks)](
-            body.fields[BodyField.TOKEN],
-            body.fields[BodyField.SOURCE],
-            self._samples,
-            self.hidden,
-            plane_pointers(planes),
-            planes.num_rows,
-            planes.num_blocks,
-            factors(planes, self._spec.embedding_scale),
-            learned,
-            FORMAT=planes.layout,
-            ROUNDED=self._ROUNDED_EMBEDDING,
-            num_warps=4,
-            **self._launch_options(),
-        )
+        self._look_up(count, body, planes, self.hidden, self._spec.embedding_scale, learned)
         norm = self._weights.embedding_norm
         if norm is not None:
             layers.norm_hidden[(count,)](
@@ -520,6 +612,81 @@ class Decoder:
                 NORM=norm.kind,
                 **self._norm_options(),
             )
+
+    def _look_up(
+        self,
+        count: int,
+        body: BodyInput,
+        planes: Planes,
+        out: Array,
+        scale: float,
+        learned: gemm_kernels.LearnedPositions | None = None,
+    ) -> None:
+        gemm_kernels.embed[(count, planes.num_blocks)](
+            body.fields[BodyField.TOKEN],
+            body.fields[BodyField.SOURCE],
+            self._samples,
+            out,
+            plane_pointers(planes),
+            planes.num_rows,
+            planes.num_blocks,
+            factors(planes, scale),
+            learned,
+            FORMAT=planes.layout,
+            ROUNDED=self._ROUNDED_EMBEDDING,
+            num_warps=4,
+            **self._launch_options(),
+        )
+
+    def _make_layer_inputs(self, count: int, body: BodyInput) -> None:
+        """What every layer gets of each token, of its embedded vector."""
+        part, weights = self._spec.layer_inputs, self._weights.inputs
+        if part is None:
+            return
+        assert weights is not None
+        self._look_up(count, body, weights.embedding, self._embedded, part.size**0.5)
+        self._norm(count, None, None)
+        made = self._multiply(weights.projection, self.normed, count)
+        layers.make_layer_inputs[(count, self._spec.num_layers)](
+            self._sums,
+            self._embedded,
+            weights.norm,
+            self._inputs,
+            part.size,
+            self._inputs.shape[2],
+            self._limits.num_tokens * weights.projection.num_rows,
+            weights.projection.num_rows,
+            self._embedded.shape[1],
+            self._spec.hidden_size**-0.5,
+            part.norm.epsilon,
+            SPLITS=made.num_splits,
+            BLOCK=triton.next_power_of_2(part.size),
+            num_warps=4,
+            **self._launch_options(),
+        )
+
+    def _gate_input(self, count: int, index: int, made: Added) -> None:
+        """A layer's input of each token times its gate, whose GEMM was given `_unit_norm`."""
+        part = self._spec.layer_inputs
+        assert part is not None
+        width = self._inputs.shape[2]
+        layers.gate_layer_input[(count,)](
+            self.hidden,
+            self._sums,
+            self._inputs[:, index],
+            self._gated_inputs,
+            self._padded_hidden,
+            self._spec.hidden_size,
+            width,
+            self._inputs.stride(0),
+            self._limits.num_tokens * width,
+            self._unit_norm.epsilon,
+            1 / GATED_DIVISOR,
+            SPLITS=made.num_splits,
+            ACTIVATION=part.activation.value,
+            INPUTS=triton.next_power_of_2(width),
+            **self._norm_options(),
+        )
 
     def _launch_options(self) -> dict[str, bool]:
         """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
@@ -550,9 +717,16 @@ class Decoder:
         return Added(splits, linear)
 
     def _norm(
-        self, count: int, norm: NormWeights | None, added: Added | None, *, is_last: bool = False
+        self,
+        count: int,
+        norm: NormWeights | None,
+        added: Added | None,
+        *,
+        is_last: bool = False,
+        out: Array | None = None,
     ) -> None:
-        """Add what a half of a layer made to the hidden states, and norm them."""
+        """Add what a half of a layer made to the hidden states, and norm them, into `normed` or
+        `out`."""
         norm = norm or NormWeights()
         after = None if added is None else added.norm
         scale = 1.0 if added is None else added.scale
@@ -560,15 +734,16 @@ class Decoder:
             self.hidden,
             self._sums,
             norm.weight,
-            self.normed,
+            self.normed if out is None else out,
             self.finite,
             self._padded_hidden,
             self._spec.hidden_size,
             norm.epsilon,
             self._limits.num_tokens * self._padded_hidden,
             norm.bias,
-            None if after is None else layers.OutputNorm(after.weight, after.bias, after.epsilon),
+            None if after is None else after.output,
             None if scale == 1.0 else scale,
+            None if added is None or added.state_scale == 1.0 else added.state_scale,
             SPLITS=0 if added is None else added.num_splits,
             NORM=norm.kind,
             OUTPUT_NORM="" if after is None else after.kind,
@@ -585,14 +760,24 @@ class Decoder:
     def _attend(
         self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
     ) -> None:
-        cache = blocks.layer(layer.slot)
+        cache = blocks.layer(layer.slot, layer.rope_shape.head_dim)
         qkv = layer.weights.qkv
         assert qkv is not None
         made = self._multiply(qkv, self._activations, shape.num_tokens)
         self._rope(shape.num_tokens, body, cache, layer, qkv, made.num_splits)
-        tiles = body.tiles(layer.group)
-        given = AttentionInput(self.queries, body.tables, tiles, self.attention_output)
-        self._attention.attend(given, cache, layer.attention, shape.num_splits)
+        given = AttentionInput(
+            self._queries_of(layer),
+            body.tables,
+            body.tiles(layer.group),
+            self._attended[layer.rope_shape.query_size],
+            self.tokens_per_tile(shape),
+        )
+        layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+
+    def _queries_of(self, layer: LoweredLayer) -> Array:
+        tokens, shape = self._limits.num_tokens, layer.rope_shape
+        queries = self._queries[: tokens * shape.query_size]
+        return queries.view(tokens, shape.num_heads, shape.head_dim)
 
     def _rope(
         self,
@@ -612,7 +797,7 @@ class Decoder:
             rope.cosines,
             rope.sines,
             layers.HeadNorms(weights.query_norm, weights.key_norm),
-            layers.QueryKeyValue(self.queries, cache.keys, cache.values, cache.scales),
+            layers.QueryKeyValue(self._queries_of(layer), cache.keys, cache.values, cache.scales),
             self._ternary_sums(qkv, rope),
             self._limits.num_tokens * qkv.num_rows,
             qkv.num_rows,
@@ -695,7 +880,7 @@ class TernaryDecoder(Decoder):
         spec, tokens = self._spec, self._limits.num_tokens
         query, ffn = padded(spec.query_size), padded(spec.ffn_size)
         self._activations = self._zeros((tokens, self._padded_hidden), torch.int8)
-        self.attention_output = self._zeros((tokens, query), torch.float32)
+        self._attended = {spec.query_size: self._zeros((tokens, query), torch.float32)}
         self._attention_codes = self._zeros((tokens, query), torch.int8)
         self._gated_codes = self._zeros((tokens, ffn), torch.int8)
         self._units = self._zeros((tokens,), torch.float32)
@@ -713,9 +898,15 @@ class TernaryDecoder(Decoder):
         return super()._num_splits(linear, count)
 
     def _norm(
-        self, count: int, norm: NormWeights | None, added: Added | None, *, is_last: bool = False
+        self,
+        count: int,
+        norm: NormWeights | None,
+        added: Added | None,
+        *,
+        is_last: bool = False,
+        out: Array | None = None,
     ) -> None:
-        assert norm is not None
+        assert norm is not None and out is None
         linear = None if added is None else added.linear
         self._quantize(
             count,
@@ -727,12 +918,13 @@ class TernaryDecoder(Decoder):
             is_last=is_last,
         )
 
-    def _project(self, count: int, layer: LayerWeights) -> Added:
-        assert layer.output is not None
-        source = self._source(ternary.VECTORS, self.attention_output, None)
+    def _project(self, count: int, layer: LoweredLayer) -> Added:
+        weights, size = layer.weights, self._spec.query_size
+        assert weights.output is not None
+        source = self._source(ternary.VECTORS, self._attended[size], None)
         codes = self._attention_codes
-        self._quantize(count, source, layer.sub_norm, codes, self._spec.query_size, None)
-        return self._multiply(layer.output, codes, count)
+        self._quantize(count, source, weights.sub_norm, codes, size, None)
+        return self._multiply(weights.output, codes, count)
 
     def _dense(
         self, count: int, feed: DenseWeights, after: int, gate: Array | None = None
@@ -787,18 +979,36 @@ class TernaryDecoder(Decoder):
         )
 
 
-def _rope_shape(part: Attention) -> layers.RopeShape:
+class _Heads(NamedTuple):
+    """What layers have in common that share attention's launches."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_plain: bool  # they have what the plain kernel alone computes
+
+
+def _heads(part: Attention) -> _Heads:
+    is_plain = part.alibi != 0.0 or part.is_chunked
+    return _Heads(part.num_heads, part.num_kv_heads, part.head_dim, is_plain)
+
+
+def _rope_shape(part: Attention, width: int) -> layers.RopeShape:
+    """`width`: of a block, for each position."""
     rope, norm = part.rope, part.qk_norm
     return layers.RopeShape(
         num_heads=part.num_heads,
-        num_kv_heads=part.num_kv_heads,
+        num_kv_heads=part.num_kv_heads if part.kv_layer is None else 0,
         head_dim=part.head_dim,
         rope_dims=0 if rope is None else rope.dims,
         is_interleaved=rope is not None and rope.interleaved,
         norm="" if norm is None else norm.span.value,
         is_layer_norm=norm is not None and norm.norm.kind is NormKind.LAYER,
         is_norm_after_rope=norm is not None and norm.is_after_rope,
+        norms_values=part.value_norm is not None,
+        has_key_values=part.has_key_values,
         block_size=BLOCK_SIZE,
+        block_heads=width // part.head_dim,
         heads=_ROPE_HEADS,
         pairs=triton.next_power_of_2(part.head_dim // 2),
     )

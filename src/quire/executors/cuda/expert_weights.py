@@ -50,6 +50,7 @@ class RouterWeights:
     exponent: int
     bias: Array | None
     choice_bias: Array | None
+    factors: Array | None = None  # of each expert's weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,11 +96,16 @@ class ExpertLoader:
 
     def load(self, part: Experts, prefix: str) -> ExpertWeights:
         return ExpertWeights(
-            part, self._router(prefix), self._gate_up(part, prefix), self._down(prefix)
+            part, self._router(part, prefix), self._gate_up(part, prefix), self._down(prefix)
         )
 
-    def _router(self, prefix: str) -> RouterWeights:
+    def _router(self, part: Experts, prefix: str) -> RouterWeights:
         weights = self._floats(f"{prefix}{ROUTER_MATRIX}")
+        factors = None
+        if part.router.input_norm is not None:
+            scale = self._floats(f"{prefix}ffn_gate_inp.scale")
+            weights = weights * (scale * len(scale) ** -0.5)
+            factors = self._floats(f"{prefix}ffn_down_exps.scale")
         whole = torch.zeros((len(weights), padded(weights.shape[1])), device=self._device)
         whole[:, : weights.shape[1]] = weights
         largest = float(whole.abs().max())
@@ -109,8 +115,11 @@ class ExpertLoader:
         scaled = to_operand_order(whole) * 2.0**-exponent
         high = scaled.to(torch.float16)
         low = (scaled - high.float()).to(torch.float16)
-        biases = [self._optional(f"{prefix}{x}.bias") for x in ("ffn_gate_inp", "exp_probs_b")]
-        return RouterWeights(high.contiguous(), low.contiguous(), exponent, *biases)
+        bias, choice_bias = (
+            self._optional(f"{prefix}{x}.bias") for x in ("ffn_gate_inp", "exp_probs_b")
+        )
+        halves = (high.contiguous(), low.contiguous())
+        return RouterWeights(*halves, exponent, bias, choice_bias, factors)
 
     def _gate_up(self, part: Experts, prefix: str) -> Stack:
         size = part.size

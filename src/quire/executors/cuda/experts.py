@@ -123,15 +123,23 @@ class ExpertRunner:
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
-    def run(self, weights: ExpertWeights, tokens: Array, sums: Array, num_tokens: int) -> None:
+    def run(
+        self,
+        weights: ExpertWeights,
+        tokens: Array,
+        sums: Array,
+        num_tokens: int,
+        routed: Array | None = None,
+    ) -> None:
         """From the normed hidden states `tokens` to `sums` [slot, token, row]: what each of a
-        token's experts adds, in ascending order of experts."""
+        token's experts adds, in ascending order of experts. The router sees `tokens` or `routed`.
+        """
         part = weights.part
         shape = _router_shape(weights)
         size = self._gemm.tile_tokens(part, num_tokens)
         tiles = max_tiles(part, num_tokens, size)
         call = _Call(part, self._tiles, self._pairs, num_tokens, tiles, size)
-        self._route(weights, shape, tokens, num_tokens)
+        self._route(weights, shape, tokens if routed is None else routed, num_tokens)
         if num_tokens > DIRECT_TOKENS:
             self._group(shape, tokens, call)
             tokens = self._grouped
@@ -150,6 +158,7 @@ class ExpertRunner:
             router.low,
             router.high if router.bias is None else router.bias,
             router.high if router.choice_bias is None else router.choice_bias,
+            router.factors,
         )
         num_blocks = router.high.shape[1] // 256
         splits = _router_splits(shape.num_experts, num_blocks)

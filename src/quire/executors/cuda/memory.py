@@ -8,8 +8,8 @@ import torch
 
 from quire.core.errors import ConfigError
 from quire.executors.base import BLOCK_SIZE, context_in
-from quire.executors.cuda.decoder import KVBlocks
-from quire.model.kv_layout import KVLayout, kv_bytes_in_block
+from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes
+from quire.model.kv_layout import KVLayout
 from quire.model.spec import ModelSpec
 
 _KEPT_FREE = 1 << 30  # for graphs, kernels' code and other users of the GPU
@@ -142,7 +142,7 @@ def max_context(
     if num_blocks is None:
         if kv_bytes is None:
             kv_bytes = free_bytes(device) if device != "cpu" else 0
-        num_blocks = kv_bytes // (BLOCK_SIZE * kv_bytes_in_block(spec, layout, is_8bit))
+        num_blocks = kv_bytes // kv_block_bytes(spec, layout, is_8bit=is_8bit)
     return max(1, context_in(layout.windows, num_blocks, spec.context_length))
 
 
@@ -155,7 +155,7 @@ def allocate_blocks(
     kv_dtype: torch.dtype = torch.bfloat16,
 ) -> KVBlocks:
     """The cache: as many blocks as asked for, or as fit into what is left, fewer if they do not."""
-    block_bytes = BLOCK_SIZE * kv_bytes_in_block(spec, layout, kv_dtype.itemsize == 1)
+    block_bytes = kv_block_bytes(spec, layout, is_8bit=kv_dtype.itemsize == 1)
     if num_blocks is None:
         if kv_bytes is None:
             if device == "cpu":

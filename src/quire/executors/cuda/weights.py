@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from quire.executors.cuda.expert_weights import (
     ExpertWeights,
     check_experts,
 )
+from quire.executors.cuda.kernels.layers import OutputNorm
 from quire.executors.cuda.planes import (
     GATED_DIVISOR,
     Array,
@@ -39,6 +40,7 @@ from quire.model.features import OF_LLAMA, Feature, check_lowered, features
 from quire.model.spec import (
     LAYER_LINEARS,
     Activation,
+    Attention,
     Dense,
     Experts,
     Layer,
@@ -57,7 +59,7 @@ _MIN_TERNARY_SPLIT_BLOCKS = 4
 
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
 # a norm's row lies in one program, and so does a tile of the query heads of a kv head.
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
@@ -65,6 +67,7 @@ MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a pr
 _OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
 _BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
 _POSITIONS = "position_embd.weight"
+_EXPERT_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +116,11 @@ class NormWeights:
     epsilon: float = 0.0
     kind: str = ""  # the value of a NormKind; "": there is no norm
 
+    @property
+    def output(self) -> OutputNorm:
+        """As kernels take it that norm what a half of a layer made."""
+        return OutputNorm(self.weight, self.bias, self.epsilon)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseWeights:
@@ -136,6 +144,39 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BesideExperts:
+    """The dense feed-forward beside a layer's experts, and the norms of both."""
+
+    feed: DenseWeights
+    output_norm: NormWeights  # of what it makes
+    input_norm: NormWeights  # of what experts take
+    router_norm: NormWeights  # of what their router sees; its weights are the router's
+    expert_output_norm: NormWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerInput:
+    """How a layer takes what it gets of a token, after its halves."""
+
+    gate: Linear
+    output: Linear
+    norm: NormWeights  # of what `output` makes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputWeights:
+    """What makes the layers' inputs of a token."""
+
+    embedding: Planes  # of all layers, one after the other
+    projection: Linear
+    norm: Array  # float32 [size]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.embedding.num_bytes + self.projection.num_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     mixer_norm: NormWeights | None
     mixer_output_norm: NormWeights | None
@@ -149,16 +190,27 @@ class LayerWeights:
     shared: SharedExpert | None = None
     sinks: Array | None = None  # times log2(e)
     sub_norm: Array | None = None  # before the output projection
+    beside: BesideExperts | None = None
+    inputs: LayerInput | None = None
+    output_scale: float = 1.0  # of what leaves the layer
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        own = [linear for linear in (self.qkv, self.output) if linear is not None]
-        return *own, *(linear for feed in self.denses for linear in feed.linears)
+        return *self.others, *(linear for feed in self.denses for linear in feed.linears)
+
+    @property
+    def others(self) -> tuple[Linear, ...]:
+        """Those of no feed-forward."""
+        of_input = () if self.inputs is None else (self.inputs.gate, self.inputs.output)
+        own = (self.qkv, self.output, *of_input)
+        return tuple(linear for linear in own if linear is not None)
 
     @property
     def denses(self) -> tuple[DenseWeights, ...]:
         """Its feed-forwards that every token takes."""
         own = self.shared.feed if self.shared is not None else self.feed_forward
+        if self.beside is not None:
+            own = self.beside.feed
         return (own,) if isinstance(own, DenseWeights) else ()
 
     @property
@@ -176,6 +228,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     positions: Array | None = None  # float32 [position, hidden], in operand order
     embedding_norm: NormWeights | None = None  # of a token's vector
+    inputs: InputWeights | None = None  # of layers
 
     @property
     def num_bytes(self) -> int:
@@ -184,6 +237,8 @@ class ModelWeights:
             total += self.embedding.num_bytes
         if self.positions is not None:
             total += self.positions.nbytes
+        if self.inputs is not None:
+            total += self.inputs.num_bytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
         return total + sum(experts.num_bytes for experts in self.experts)
@@ -206,6 +261,9 @@ class ModelWeights:
         names |= {name for experts in self.experts for name in experts.formats}
         if self.embedding is not None:
             names.add(self.embedding.format)
+        if self.inputs is not None:
+            segments = self.inputs.projection.segments
+            names |= {self.inputs.embedding.format, *(x.planes.format for x in segments)}
         return tuple(sorted(names))
 
 
@@ -232,7 +290,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
     for layer in set(spec.layers):
-        _check_head_norm(spec, layer.attention.qk_norm)
+        _check_head_norm(spec, layer.attention)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
@@ -246,16 +304,26 @@ def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None
     for index, layer in enumerate(spec.layers):
         feed = layer.feed
         if isinstance(feed, Experts):
-            if feed.activation not in (Activation.SILU, Activation.CLAMPED_SWIGLU):
+            if feed.activation not in _EXPERT_ACTIVATIONS:
                 _refuse(spec, f"experts with the activation {feed.activation}")
+            if feed.beside is not None and layer.is_parallel:
+                _refuse(spec, f"{Feature.EXPERTS_BESIDE_DENSE} and {Feature.PARALLEL_HALVES}")
             check_experts(feed, tensors, f"blk.{index}.")
         elif feed.activation is Activation.CLAMPED_SWIGLU and not feed.is_gated:
             _refuse(spec, f"{Feature.CLAMPED_SWIGLU} without a gate")
 
 
-def _check_head_norm(spec: ModelSpec, norm: QKNorm | None) -> None:
+def _check_head_norm(spec: ModelSpec, part: Attention) -> None:
+    norm, usual = part.qk_norm, QKNorm(norm=Norm(epsilon=0.0))
+    if part.value_norm is not None:
+        epsilon = part.value_norm.epsilon
+        is_plain = part.value_norm == Norm(epsilon=epsilon, has_weight=False)
+        if not is_plain or norm != replace(usual, norm=Norm(epsilon=epsilon)):
+            _refuse(spec, f"{Feature.VALUE_NORMS} of another kind than those of keys")
     if norm is None:
         return
+    if part.kv_layer is not None and norm.span is not NormSpan.HEAD:
+        _refuse(spec, f"{Feature.SHARED_KV} and {Feature.OTHER_QK_NORMS}")
     if norm.norm.has_bias:
         _refuse(spec, "norms of queries and keys with biases")
     if norm.span is NormSpan.PROJECTION and norm.norm.kind is not NormKind.RMS:
@@ -284,36 +352,50 @@ def _is_linear(name: str) -> bool:
 
 def _check_shape(spec: ModelSpec) -> None:
     """Refuse what no launcher can launch: what a file says decides grids, tiles and offsets."""
-    parts = spec.attentions.values()
-    if len({(part.num_heads, part.num_kv_heads, part.head_dim) for part in parts}) > 1:
-        _refuse(spec, "layers of different heads")
-    group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
-    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), spec.query_size + 2 * spec.kv_size)
-    bounds = {
-        "head_dim": (spec.head_dim, MAX_HEAD_DIM),
-        f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
-        "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
-        "the rows of its largest matrix multiplication": (rows, MAX_GEMM_ROWS),
-        "context_length": (spec.context_length, MAX_CONTEXT),
-        "ffn_size": (spec.ffn_size, MAX_COLUMNS),
-    }
+    parts = set(spec.attentions.values())
+    rows = max(part.query_size + 2 * part.kv_size for part in parts)
+    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), rows)
+    if spec.layer_inputs is not None:
+        rows = max(rows, spec.num_layers * spec.layer_inputs.size)
+    _check_bounds(
+        {
+            "hidden_size, up to whole blocks": (padded(spec.hidden_size), MAX_HIDDEN),
+            "the rows of its largest matrix multiplication": (rows, MAX_GEMM_ROWS),
+            "context_length": (spec.context_length, MAX_CONTEXT),
+            "ffn_size": (spec.ffn_size, MAX_COLUMNS),
+        }
+    )
+    for part in parts:
+        _check_heads(part)
+
+
+def _check_heads(part: Attention) -> None:
+    size, group = part.head_dim, part.num_heads // part.num_kv_heads
+    heads = f"num_heads over num_kv_heads, for heads of {size}"
+    _check_bounds({"head_dim": (size, MAX_HEAD_DIM), heads: (group, largest_group(size))})
+    if size % 2:
+        raise UnsupportedModelError(
+            f"head_dim is {size}, but the CUDA executor runs even ones: use device='cpu'"
+        )
+
+
+def _check_bounds(bounds: Mapping[str, tuple[int, int]]) -> None:
     for what, (value, limit) in bounds.items():
         if value > limit:
             raise UnsupportedModelError(
                 f"{what} is {value}, but the CUDA executor runs at most {limit}: use device='cpu'"
             )
-    if spec.head_dim % 2:
-        raise UnsupportedModelError(
-            f"head_dim is {spec.head_dim}, but the CUDA executor runs even ones: use device='cpu'"
-        )
 
 
 def largest_group(head_dim: int) -> int:
     """Query heads of one kv head whose tile fits a multiprocessor's shared memory."""
-    return 128 if head_dim <= 128 else 32
+    return 128 if head_dim <= 128 else 32 if head_dim <= 256 else 16
 
 
-_ROWS_AS_THEY_ARE = {"token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"}
+_ROWS_AS_THEY_ARE = {
+    *("token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"),
+    *("per_layer_token_embd", "per_layer_model_proj"),
+}
 
 
 def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -353,6 +435,7 @@ class Loader:
             embedding=embedding,
             positions=self._norm(_POSITIONS) if spec.num_positions else None,
             embedding_norm=None if norm is None else self._hidden_norm("token_embd_norm", norm),
+            inputs=None if spec.layer_inputs is None else self._inputs(),
             output_norm=self._hidden_norm("output_norm", spec.output_norm),
             head=Linear(
                 (Segment(head, 0, self._bias("output")),),
@@ -366,13 +449,24 @@ class Loader:
             ),
         )
 
+    def _inputs(self) -> InputWeights:
+        return InputWeights(
+            self._planes(["per_layer_token_embd.weight"]),
+            self._joined(["per_layer_model_proj"]),
+            self._floats("per_layer_proj_norm.weight"),
+        )
+
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         if not self._has_mixer(prefix):
             return self._without_mixer(prefix, layer)
         head_norms = [None, None]
         norm = layer.attention.qk_norm
+        names = _projected(layer.attention)
         if norm is not None and norm.norm.has_weight:
-            head_norms = [self._floats(f"{prefix}attn_{x}_norm.weight") for x in ("q", "k")]
+            head_norms = [
+                self._floats(f"{prefix}attn_{x}_norm.weight") if x in names else None
+                for x in ("q", "k")
+            ]
         sinks = None
         if layer.attention.has_sinks:
             sinks = self._floats(f"{prefix}attn_sinks.weight") * math.log2(math.e)
@@ -380,11 +474,44 @@ class Loader:
             **self._norms(prefix, layer),
             query_norm=head_norms[0],
             key_norm=head_norms[1],
-            qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
+            qkv=self._joined([f"{prefix}attn_{x}" for x in names]),
             output=self._hidden(f"{prefix}attn_output"),
-            feed_forward=self._feed_forward(prefix, layer.feed),
-            shared=self._shared(prefix, layer.feed),
+            **self._feed_forward_parts(prefix, layer),
             sinks=sinks,
+            inputs=self._input(prefix),
+        )
+
+    def _feed_forward_parts(self, prefix: str, layer: Layer) -> dict[str, Any]:
+        """What stands behind the mixer's half, by its names in LayerWeights."""
+        name = f"{prefix}layer_output_scale.weight"
+        return {
+            "feed_forward": self._feed_forward(prefix, layer.feed),
+            "shared": self._shared(prefix, layer.feed),
+            "beside": self._beside(prefix, layer.feed),
+            "output_scale": float(self._floats(name)[0]) if layer.has_output_scale else 1.0,
+        }
+
+    def _beside(self, prefix: str, part: Dense | Experts) -> BesideExperts | None:
+        if isinstance(part, Dense) or part.beside is None:
+            return None
+        norm, seen = part.beside_norm, part.router.input_norm
+        assert norm is not None and seen is not None
+        return BesideExperts(
+            feed=self._dense(prefix, part.beside),
+            output_norm=self._hidden_norm(f"{prefix}post_ffw_norm_1", norm),
+            input_norm=self._hidden_norm(f"{prefix}pre_ffw_norm_2", norm),
+            router_norm=NormWeights(epsilon=seen.epsilon, kind=seen.kind.value),
+            expert_output_norm=self._hidden_norm(f"{prefix}post_ffw_norm_2", norm),
+        )
+
+    def _input(self, prefix: str) -> LayerInput | None:
+        part = self._spec.layer_inputs
+        if part is None:
+            return None
+        return LayerInput(
+            gate=self._hidden(f"{prefix}inp_gate"),
+            output=replace(self._hidden(f"{prefix}proj"), scale=GATED_DIVISOR),
+            norm=self._hidden_norm(f"{prefix}post_norm", part.norm),
         )
 
     def _has_mixer(self, prefix: str) -> bool:
@@ -398,11 +525,10 @@ class Loader:
             key_norm=None,
             qkv=None,
             output=None,
-            feed_forward=self._feed_forward(prefix, layer.feed),
-            shared=self._shared(prefix, layer.feed),
+            **self._feed_forward_parts(prefix, layer),
         )
 
-    def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
+    def _norms(self, prefix: str, layer: Layer) -> dict[str, Any]:
         """Those of hidden vectors, by their names in LayerWeights."""
         norms = {
             "mixer_norm": ("attn_norm", layer.mixer_norm),
@@ -602,6 +728,13 @@ class TernaryLoader(Loader):
 def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) -> ModelWeights:
     is_ternary = is_ternary_model(spec, tensors)
     return (TernaryLoader if is_ternary else Loader)(spec, tensors, device).load()
+
+
+def _projected(part: Attention) -> str:
+    """What a layer's attention makes of its input: queries, and keys and values of its own."""
+    if part.kv_layer is not None:
+        return "q"
+    return "qk" if part.has_key_values else "qkv"
 
 
 def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:

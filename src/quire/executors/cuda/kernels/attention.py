@@ -22,8 +22,9 @@ from quire.executors.cuda.kernels.kv_codes import decoded
 
 SPLIT_SIZE = 512  # positions
 TILE = 128  # positions
+WIDE_TILE = 32  # of heads for which so many keys and values are too large
 WARPS = 4
-CODE_WARPS = 8  # beside a cache of codes, which take registers to decode
+MANY_WARPS = 8  # beside a cache of codes, which take registers to decode, and for wide heads
 STAGES = 3
 
 
@@ -56,6 +57,7 @@ class AttentionShape(NamedTuple):
     group: int  # query heads of a kv head, up to a power of two
     split_size: int
     tile: int
+    block_heads: int  # kv heads of that size that a block of the cache has room for
 
 
 @triton.jit
@@ -136,6 +138,7 @@ def _attend_split(
     SHAPE: tl.constexpr,
     LARGE: tl.constexpr,
     EXACT: tl.constexpr,
+    CHUNKED: tl.constexpr,
 ):
     """Online softmax over the positions of one split: maxima, sums and weighted values."""
     ROWS: tl.constexpr = SHAPE.rows
@@ -152,7 +155,7 @@ def _attend_split(
         block = tl.load(table + n // SHAPE.block_size, mask=is_there, other=0)
         if LARGE:
             block = block.to(tl.int64)
-        slot = (block * SHAPE.num_kv_heads + kv_head) * SHAPE.block_size + n % SHAPE.block_size
+        slot = (block * SHAPE.block_heads + kv_head) * SHAPE.block_size + n % SHAPE.block_size
         index = slot * SHAPE.head_dim
         mask = is_there[:, None] & is_dim[None, :]
         k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0)
@@ -162,7 +165,11 @@ def _attend_split(
             key_scale = tl.load(scales + place, mask=is_there, other=0.0)
             value_scale = tl.load(scales + place + SHAPE.block_size, mask=is_there, other=0.0)
         s = _dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SIZE], tl.float32), PAIRED, EXACT)
-        is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
+        if CHUNKED:
+            is_seen = n[None, :] >= (position // window * window)[:, None]
+            is_seen = is_seen & (n[None, :] <= position[:, None])
+        else:
+            is_seen = (n[None, :] <= position[:, None]) & (n[None, :] > position[:, None] - window)
         if scales is not None:
             s = s * key_scale[None, :]
         s = scaled_scores(s, scale, soft_cap)
@@ -206,6 +213,8 @@ def attend(
     LARGE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
+    PARTS: tl.constexpr = 1,
 ):
     """One program: up to rows / group tokens of one sequence, one kv head, its query heads.
 
@@ -213,21 +222,30 @@ def attend(
     layer has more keys than an int32 counts. EXACT: float32 operands, for Triton's interpreter.
     `scale` includes log2(e), and so do `sinks` [heads] and `slopes` [heads], which are multiplied
     by the position of a key less the query's and added to scores; without these, and without a
-    `soft_cap`, they are None. `scales` are those of a cache of codes, or None.
+    `soft_cap`, they are None. `scales` are those of a cache of codes, or None. CHUNKED: `window` is
+    the size of chunks. PARTS programs share a tile's tokens, rows / group each.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    count = tl.load(tiles.counts + tile)
-    if count == 0:
-        return
     ROWS: tl.constexpr = SHAPE.rows
     GROUP: tl.constexpr = SHAPE.group
     HEADS_EACH: tl.constexpr = SHAPE.num_heads // SHAPE.num_kv_heads
+    tile = tl.program_id(0)
+    if PARTS > 1:
+        before = tile % PARTS * (ROWS // GROUP)
+        tile = tile // PARTS
+    kv_head = tl.program_id(1)
+    count = tl.load(tiles.counts + tile)
+    if PARTS > 1:
+        count = tl.maximum(tl.minimum(count - before, ROWS // GROUP), 0)
+    if count == 0:
+        return
     first_row = tl.load(tiles.rows + tile)
     first_position = tl.load(tiles.positions + tile)
+    if PARTS > 1:
+        first_row += before
+        first_position += before
     table = tables + tl.load(tiles.tables + tile)
     r = tl.arange(0, ROWS)
     token = r // GROUP
@@ -246,7 +264,10 @@ def attend(
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
     end = first_position + count
-    begin = tl.maximum(first_position + 1 - window, 0)
+    if CHUNKED:
+        begin = first_position // window * window
+    else:
+        begin = tl.maximum(first_position + 1 - window, 0)
     if SPLIT_PROGRAMS:
         first_split = tl.program_id(2)
         last_split = tl.minimum(first_split + 1, tl.cdiv(end, SHAPE.split_size))
@@ -281,6 +302,7 @@ def attend(
             SHAPE,
             LARGE,
             EXACT,
+            CHUNKED,
         )
         row_max, row_sum, acc = _merged(row_max, row_sum, acc, split_max, split_sum, split_acc)
     if SPLIT_PROGRAMS:
@@ -345,6 +367,7 @@ def merge_splits(
     HEADS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
+    CHUNKED: tl.constexpr = False,
 ):
     """What SPLIT_PROGRAMS left, for tiles of one token: merged from the first split to the last.
     One program: a tile and HEADS heads. AT_ONCE splits are loaded before they are merged, so that
@@ -364,7 +387,10 @@ def merge_splits(
     row_max = tl.full([HEADS], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, DIMS], tl.float32)
-    first_split = tl.maximum(position + 1 - window, 0) // SHAPE.split_size
+    if CHUNKED:
+        first_split = position // window * window // SHAPE.split_size
+    else:
+        first_split = tl.maximum(position + 1 - window, 0) // SHAPE.split_size
     last_split = position // SHAPE.split_size + 1
     for first in range(first_split, last_split, AT_ONCE):
         loaded = _load_splits(splits, first, last_split, num_tiles, tile, head, d, AT_ONCE, SHAPE)

@@ -36,6 +36,7 @@ class RouterPointers(NamedTuple):
     low: Any
     bias: Any  # float32 [experts]
     choice_bias: Any  # float32 [experts]: added to the scores when experts are chosen
+    factors: Any  # float32 [experts], of the weights; None: 1
 
 
 class Pairs(NamedTuple):
@@ -210,6 +211,8 @@ def choose_experts(
     weights = scores
     if SHAPE.normalises:
         weights /= tl.sum(tl.where(is_used, scores, 0.0), axis=0)
+    if router.factors is not None:
+        weights *= tl.load(router.factors + expert, mask=inside, other=0.0)
     pair = token * SHAPE.num_used + slot
     tl.store(pairs.experts + pair, expert, mask=is_used)
     tl.store(pairs.weights + pair, weights * scale, mask=is_used)

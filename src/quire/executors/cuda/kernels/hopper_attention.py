@@ -181,7 +181,7 @@ def _load_tile(
         if begin is not None:
             is_there = is_there & (position + BLOCK_SIZE > begin)
         block = gl.load(table + position // BLOCK_SIZE, mask=is_there, other=0)
-        row = (block * SHAPE.num_kv_heads + kv_head) * BLOCK_SIZE
+        row = (block * SHAPE.block_heads + kv_head) * BLOCK_SIZE
         mbarrier.expect(barrier, NUM_BYTES, pred=is_there)
         is_missing = position >= end
         if begin is not None:
@@ -406,7 +406,7 @@ def _scales_at(scales, blocks, position, begin, end, kv_head, SHAPE: gl.constexp
     if begin is not None:
         is_there = is_there & (position >= begin)
     BLOCK_SIZE: gl.constexpr = SHAPE.block_size
-    of_head = (blocks * SHAPE.num_kv_heads + kv_head) * (2 * BLOCK_SIZE)
+    of_head = (blocks * SHAPE.block_heads + kv_head) * (2 * BLOCK_SIZE)
     address = scales + of_head + position % BLOCK_SIZE
     keys = gl.load(address, mask=is_there, other=0.0)
     return keys, gl.load(address + BLOCK_SIZE, mask=is_there, other=0.0)

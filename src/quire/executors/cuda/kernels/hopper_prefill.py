@@ -161,7 +161,7 @@ def _load_cache(
         barrier = full.index(stage)
         mbarrier.expect(barrier, _TILE * SHAPE.head_dim * 2)
         for index in gl.static_range(_TILE // BLOCK_SIZE):
-            row = (blocks[index] * SHAPE.num_kv_heads + program.kv_head) * BLOCK_SIZE
+            row = (blocks[index] * SHAPE.block_heads + program.kv_head) * BLOCK_SIZE
             for column_tile in gl.static_range(COLUMN_TILES):
                 target = tiles.index(stage * COLUMN_TILES + column_tile)
                 tma.async_copy_global_to_shared(

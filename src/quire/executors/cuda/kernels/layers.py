@@ -8,28 +8,38 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from quire.executors.cuda.kernels.activations import activated
+from quire.executors.cuda.kernels.attention import operand_column
 from quire.executors.cuda.kernels.kv_codes import quantized
 
 # How a row's sampling went: the second number of `sampled`.
 NOT_FINITE, FINITE, NOTHING_ALLOWED, TOO_LARGE = 0, 1, 2, 3
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 _FINITE = tl.constexpr(FINITE)
+_ROOT_HALF = tl.constexpr(0.7071067811865476)
 
 
 class RopeShape(NamedTuple):
     """Sizes of a `rope_and_store` launch, known when it is compiled."""
 
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # 0: of a layer that makes no keys and values
     head_dim: int
     rope_dims: int
     is_interleaved: bool  # pairs are neighbours; otherwise halves of the first `rope_dims`
     norm: str  # the spec.NormSpan of queries and keys, or "": no norm
     is_layer_norm: bool
     is_norm_after_rope: bool
+    norms_values: bool  # RMS norm of each value head, without weights
+    has_key_values: bool  # values are what keys are before norm and rope: no sums of their own
     block_size: int
+    block_heads: int  # kv heads of that size that a block of the cache has room for
     heads: int  # of a program
     pairs: int  # of a head, up to a power of two
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
 
 
 class HeadNorms(NamedTuple):
@@ -156,6 +166,7 @@ def add_and_norm(
     bias,
     output_norm,
     residual_scale,
+    state_scale,
     SPLITS: tl.constexpr,
     NORM: tl.constexpr,
     OUTPUT_NORM: tl.constexpr,
@@ -167,8 +178,8 @@ def add_and_norm(
 
     One program a token. `size` is the number of columns without padding, which is zero. NORM and
     OUTPUT_NORM are a spec.NormKind, or "" for none. What is added is normed by `output_norm` and
-    multiplied by `residual_scale` (None: 1) first. STORE_FINITE: store of each token whether its
-    hidden state is finite.
+    multiplied by `residual_scale` (None: 1) first, the sum by
+    `state_scale` (None: 1). STORE_FINITE: store of each token whether its hidden state is finite.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -196,6 +207,8 @@ def add_and_norm(
         if residual_scale is not None:
             added = added * residual_scale
         x += added
+        if state_scale is not None:
+            x = x * state_scale
         tl.store(hidden + index, x, mask=inside)
     normed = _normed(x, weights, biases, column, size, epsilon, NORM)
     normed = tl.minimum(tl.maximum(normed, -65504.0), 65504.0)
@@ -264,8 +277,9 @@ def _projection_mean(row, is_query, split_stride, SPLITS: tl.constexpr, SHAPE: t
 def _norm_heads(
     x, y, norms, mean, epsilon, head, first, second, is_query, is_value, SHAPE: tl.constexpr
 ):
-    """Norm of query and key heads by `norms`, HeadNorms; values stay. `mean` [heads, 1] is the mean
-    square of the norm's span, or None where that is the head."""
+    """Norm of query and key heads by `norms`, HeadNorms; values stay, or are normed by head without
+    weights. `mean` [heads, 1] is the mean square of the norm's span, or None where that is the
+    head."""
     in_head = tl.arange(0, SHAPE.pairs)[None, :] < SHAPE.head_dim // 2
     normed_x, normed_y = x, y
     if SHAPE.is_layer_norm:
@@ -278,6 +292,9 @@ def _norm_heads(
     scale = 1.0 / tl.sqrt(mean + epsilon)
     normed_x = normed_x * scale
     normed_y = normed_y * scale
+    if SHAPE.norms_values:
+        x = normed_x
+        y = normed_y
     if norms.queries is not None:
         if SHAPE.norm == "head":
             query_weights = norms.queries
@@ -286,6 +303,8 @@ def _norm_heads(
             query_weights = norms.queries + tl.where(is_query, head, 0) * SHAPE.head_dim
             is_key = ~is_query & ~is_value
             key_weights = norms.keys + tl.where(is_key, head - SHAPE.num_heads, 0) * SHAPE.head_dim
+        if SHAPE.num_kv_heads == 0:
+            key_weights = query_weights
         query_x = tl.load(query_weights + first, mask=in_head, other=0.0)
         query_y = tl.load(query_weights + second, mask=in_head, other=0.0)
         key_x = tl.load(key_weights + first, mask=in_head, other=0.0)
@@ -354,10 +373,13 @@ def rope_and_store(
     sine = tl.load(sines + angle, mask=is_roped, other=0.0)
     _begin_dependent(PDL)
     row = sums + token * row_stride
-    x, y = _load_pairs(row, head, first, second, is_head, SHAPE)
+    source = head
+    if SHAPE.has_key_values:
+        source = tl.where(head < NUM_HEADS + NUM_KV_HEADS, head, head - NUM_KV_HEADS)
+    x, y = _load_pairs(row, source, first, second, is_head, SHAPE)
     for split in tl.static_range(1, SPLITS):
         other_x, other_y = _load_pairs(
-            row + split * split_stride, head, first, second, is_head, SHAPE
+            row + split * split_stride, source, first, second, is_head, SHAPE
         )
         x += other_x
         y += other_y
@@ -393,7 +415,7 @@ def rope_and_store(
     is_stored = is_head & (slot >= 0)
     block = (slot // SHAPE.block_size).to(tl.int64)
     kv_head = tl.where(is_key, head - NUM_HEADS, head - NUM_HEADS - NUM_KV_HEADS)
-    of_head = (block * NUM_KV_HEADS + kv_head) * SHAPE.block_size
+    of_head = (block * SHAPE.block_heads + kv_head) * SHAPE.block_size
     index = (of_head + slot % SHAPE.block_size) * SHAPE.head_dim
     if out.scales is None:
         x = _cached(roped_x, out.key_cache.dtype.element_ty)
@@ -431,6 +453,122 @@ def scale_by_gate(
         address = gated + token * stride + at
         product = tl.load(address, mask=at < stride, other=0.0).to(tl.float32) * factor
         tl.store(address, product.to(tl.float16), mask=at < stride)
+
+
+@triton.jit
+def _sum_of(sums, split_stride, inside, FIRST: tl.constexpr, LAST: tl.constexpr):
+    """Splits FIRST to LAST of these columns, added in order."""
+    total = tl.load(sums + FIRST * split_stride, mask=inside, other=0.0)
+    for split in tl.static_range(FIRST + 1, LAST):
+        total += tl.load(sums + split * split_stride, mask=inside, other=0.0)
+    return total
+
+
+@triton.jit
+def add_normed(
+    sums,
+    width,
+    size,
+    split_stride,
+    dense_norm,
+    expert_norm,
+    DENSE_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """sums[0] = the first DENSE_SPLITS of `sums` behind an RMS norm, plus the rest behind another.
+    One program a token; arguments as of `add_and_norm`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    dense_weights = _loaded(dense_norm.weight, column, inside)
+    expert_weights = _loaded(expert_norm.weight, column, inside)
+    _begin_dependent(PDL)
+    at = sums + token * width + column
+    dense = _sum_of(at, split_stride, inside, 0, DENSE_SPLITS)
+    routed = _sum_of(at, split_stride, inside, DENSE_SPLITS, SPLITS)
+    dense = _normed(dense, dense_weights, None, column, size, dense_norm.epsilon, "rms")
+    routed = _normed(routed, expert_weights, None, column, size, expert_norm.epsilon, "rms")
+    tl.store(at, dense + routed, mask=inside)
+
+
+@triton.jit
+def make_layer_inputs(
+    projected,
+    embedded,
+    weight,
+    out,
+    size,
+    width,
+    split_stride,
+    projected_stride,
+    embedded_stride,
+    scale,
+    epsilon,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[token, layer] = (RMS norm of the SPLITS of `projected` times `scale` + `embedded`) / root
+    of two, in operand order: `size` numbers of `width`.
+
+    projected [split, token, layer, size] in natural order; embedded [token, layer, size] in operand
+    order over all layers. One program: a token and a layer.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    layer = tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weights = tl.load(weight + column, mask=inside, other=0.0)
+    _begin_dependent(PDL)
+    place = layer * size + column
+    at = projected + token * projected_stride + place
+    x = _sum_of(at, split_stride, inside, 0, SPLITS) * scale
+    x = _normed(x, weights, None, column, size, epsilon, "rms")
+    own = tl.load(
+        embedded + token * embedded_stride + operand_column(place), mask=inside, other=0.0
+    )
+    to = (token * tl.num_programs(1) + layer) * width + operand_column(column)
+    tl.store(out + to, (x + own) * _ROOT_HALF, mask=inside)
+
+
+@triton.jit
+def gate_layer_input(
+    hidden,
+    sums,
+    inputs,
+    out,
+    width,
+    size,
+    input_width,
+    input_stride,
+    split_stride,
+    epsilon,
+    factor,
+    SPLITS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    INPUTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = activation(gate) * input * factor, as float16. The gate is the SPLITS of `sums` times
+    what the RMS norm with this epsilon, which its GEMM was given, divided `hidden` by.
+
+    One program a token; `inputs` are those of the layer, `input_stride` apart.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at = tl.arange(0, INPUTS)
+    inside = at < input_width
+    _begin_dependent(PDL)
+    x = tl.load(hidden + token * width + column, mask=column < width, other=0.0)
+    divisor = tl.sqrt(tl.sum(x * x, axis=0) / size + epsilon)
+    gates = _sum_of(sums + token * input_width + at, split_stride, inside, 0, SPLITS) * divisor
+    own = tl.load(inputs + token * input_stride + at, mask=inside, other=0.0)
+    product = activated(gates, ACTIVATION) * own * factor
+    product = tl.minimum(tl.maximum(product, -65504.0), 65504.0)
+    tl.store(out + token * input_width + at, product.to(tl.float16), mask=inside)
 
 
 @triton.jit
