@@ -10,14 +10,20 @@ import tests.executors.cuda.interpreting  # noqa: F401
 torch = pytest.importorskip("torch")
 
 from quire.core.errors import UnsupportedModelError  # noqa: E402
-from quire.executors.cuda.expert_weights import ExpertLoader, check_experts  # noqa: E402
+from quire.executors.cuda.expert_weights import (  # noqa: E402
+    ExpertLoader,
+    RouterWeights,
+    check_experts,
+)
 from quire.executors.cuda.experts import (  # noqa: E402
     DIRECT_TOKENS,
     ExpertRunner,
     HopperExperts,
     max_tiles,
+    router_shape,
 )
 from quire.executors.cuda.gemm import PortableGemm  # noqa: E402
+from quire.executors.cuda.kernels import experts as kernels  # noqa: E402
 from quire.executors.cuda.planes import (  # noqa: E402
     PLANE_FORMATS,
     padded,
@@ -27,10 +33,11 @@ from quire.executors.cuda.planes import (  # noqa: E402
 from quire.executors.reference import gated, route  # noqa: E402
 from quire.loader.tensor import Tensor  # noqa: E402
 from quire.model.dummy import random_blocks  # noqa: E402
-from quire.model.spec import Activation, Experts, Router, Scoring  # noqa: E402
+from quire.model.spec import Activation, Experts, Norm, Router, Scoring  # noqa: E402
 from quire.quant.formats import format_named  # noqa: E402
 
 HIDDEN, SIZE = 256, 96
+SCALED = ("ffn_gate_inp", "ffn_down_exps")
 PREFIX = "blk.0."
 SOFTMAX = Experts(
     count=6, num_used=2, size=SIZE, activation=Activation.SILU, router=Router(normalises=True)
@@ -43,7 +50,33 @@ GPT_OSS = replace(
     has_bias=True,
 )
 SIGMOID = replace(SOFTMAX, router=Router(scoring=Scoring.SIGMOID, has_choice_bias=True, scale=2.5))
-PARTS = {"softmax": SOFTMAX, "gpt-oss": GPT_OSS, "sigmoid": SIGMOID}
+WEIGHED_INPUT = replace(
+    SOFTMAX, router=Router(scoring=Scoring.SIGMOID, weighs_input=True), activation=Activation.SILU
+)
+GEMMA4 = replace(
+    SOFTMAX,
+    activation=Activation.GELU_TANH,
+    router=Router(normalises=True, input_norm=Norm(epsilon=1e-6)),
+)
+PARTS = {
+    "softmax": SOFTMAX,
+    "gpt-oss": GPT_OSS,
+    "sigmoid": SIGMOID,
+    "weighed input": WEIGHED_INPUT,
+    "gemma4": GEMMA4,
+}
+ROUTERS = {
+    "groups by their best": Router(num_groups=5, num_used_groups=2, scale=2.0),
+    "groups by their best two": Router(
+        scoring=Scoring.SIGMOID,
+        normalises=True,
+        has_choice_bias=True,
+        num_groups=10,
+        num_used_groups=4,
+        num_group_best=2,
+    ),
+    "a SparseMixer": Router(scoring=Scoring.SPARSE_MIXER),
+}
 
 
 def tensor(name: str, shape: tuple[int, ...], format_name: str, size: float = 0.1) -> Tensor:
@@ -72,6 +105,9 @@ def tensors_of(part: Experts, format_name: str) -> dict[str, Tensor]:
         shapes["ffn_gate_inp.bias"] = ((part.count,), "F32")
     if part.router.has_choice_bias:
         shapes["exp_probs_b.bias"] = ((part.count,), "F32")
+    if part.router.input_norm is not None:
+        shapes["ffn_gate_inp.scale"] = ((HIDDEN,), "F32")
+        shapes["ffn_down_exps.scale"] = ((part.count,), "F32")
     return {
         f"{PREFIX}{name}": tensor(f"{PREFIX}{name}", shape, kind)
         for name, (shape, kind) in shapes.items()
@@ -102,13 +138,18 @@ class Case:
     def exact(self, token: Any) -> Any:
         """What each of the token's experts adds, [slot, hidden]."""
         x, part = token.float().numpy(), self.part
-        logits = self._linear("ffn_gate_inp", None, x)
+        scales = [self._floats.get(f"{PREFIX}{name}.scale") for name in SCALED]
+        seen = x if scales[0] is None else x * scales[0] * HIDDEN**-0.5
+        logits = self._linear("ffn_gate_inp", None, seen)
         chosen, weights = route(part, logits, self._floats.get(f"{PREFIX}exp_probs_b.bias"))
+        if scales[1] is not None:
+            weights = weights * scales[1][chosen]
         rows = []
         for expert, weight in zip(chosen, weights, strict=True):
-            gate = self._linear("ffn_gate_exps", expert, x)
-            product = gated(part.activation, gate, self._linear("ffn_up_exps", expert, x))
-            rows.append(self._linear("ffn_down_exps", expert, product) * weight)
+            own, after = (x * weight, 1.0) if part.router.weighs_input else (x, weight)
+            gate = self._linear("ffn_gate_exps", expert, own)
+            product = gated(part.activation, gate, self._linear("ffn_up_exps", expert, own))
+            rows.append(self._linear("ffn_down_exps", expert, product) * after)
         return torch.from_numpy(np.stack(rows))
 
     def _linear(self, name: str, expert: int | None, x: Any) -> Any:
@@ -146,8 +187,43 @@ def test_experts_may_have_any_format(format_name: str) -> None:
     assert relative(found, wanted) < 2e-3
 
 
-def test_a_tokens_bits_do_not_depend_on_its_batch() -> None:
-    case, tokens = Case(GPT_OSS, "BF16"), drawn(66)
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_experts_are_chosen_and_weighed_as_by_the_reference(kind: str) -> None:
+    """Of scores far apart and near each other, negative ones and equal ones."""
+    part = replace(SOFTMAX, count=40, num_used=2, router=ROUTERS[kind])
+    rng = np.random.default_rng(5)
+    drawn = rng.standard_normal((5, 20, 40)).astype(np.float32)
+    near, whole = 1.0 + 0.02 * drawn[1], np.rint(2 * drawn[2])
+    logits = np.concatenate([drawn[0], near, whole, -np.abs(drawn[3]) - 1, np.sign(drawn[4])])
+    bias = rng.standard_normal(40).astype(np.float32) if part.router.has_choice_bias else None
+    count = len(logits)
+    integers = torch.zeros((10, count * 2), dtype=torch.int32)
+    pairs = kernels.Pairs(integers[0], torch.zeros(count * 2), *integers[1:3])
+    weights = RouterWeights(
+        integers, integers, 0, None, None if bias is None else torch.from_numpy(bias)
+    )
+    kernels.choose_experts[(count,)](
+        torch.from_numpy(logits),
+        kernels.RouterPointers(None, None, None, weights.choice_bias, None),
+        pairs,
+        kernels.Tiles(*integers[3:10]),
+        0,
+        part.router.scale,
+        SHAPE=router_shape(part, weights),
+        SPLITS=1,
+        DIRECT=True,
+        PDL=False,
+    )
+    for token, scores in enumerate(logits):
+        chosen, shares = route(part, scores, bias)
+        own = slice(2 * token, 2 * token + 2)
+        assert pairs.experts[own].tolist() == chosen.tolist(), token
+        assert pairs.weights[own].tolist() == pytest.approx(shares.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("part", [GPT_OSS, WEIGHED_INPUT], ids=["gpt-oss", "weighed input"])
+def test_a_tokens_bits_do_not_depend_on_its_batch(part: Experts) -> None:
+    case, tokens = Case(part, "BF16"), drawn(66)
     whole = case.run(tokens)
     assert torch.isfinite(whole).all()
     order = torch.randperm(66, generator=torch.Generator().manual_seed(1))
@@ -227,7 +303,10 @@ def test_experts_whose_gates_and_values_differ_in_format_are_refused_by_name() -
         check_experts(SOFTMAX, tensors, PREFIX)
 
 
-def test_more_experts_than_a_program_compares_are_refused() -> None:
+def test_more_experts_or_groups_than_a_program_compares_are_refused() -> None:
     part = replace(SOFTMAX, count=513)
     with pytest.raises(UnsupportedModelError, match="num_experts is 513"):
+        check_experts(part, {}, PREFIX)
+    part = replace(SOFTMAX, count=64, router=Router(num_groups=32, num_used_groups=4))
+    with pytest.raises(UnsupportedModelError, match="groups of experts is 32"):
         check_experts(part, {}, PREFIX)

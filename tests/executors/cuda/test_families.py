@@ -43,10 +43,19 @@ ON_CUDA = {  # of the drawn families
     *("granite-shared", "granitemoe-shared", "deepseek", "bailingmoe", "exaone-moe"),
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
     *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
-    *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt", "gemma4", "gemma4-experts"),
+    *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
+    *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
 }
 # Tokens before one whose experts change with what is rounded.
-NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}
+NEAR_TIES = {
+    "qwen2moe": 6,
+    "solar_open": 9,
+    "ernie4_5-moe": 9,
+    "minimax-m2": 9,
+    "deepseek": 4,
+    "gemma4-experts": 3,
+    "phimoe": 5,
+}
 PROMPT = (3, 1, 4, 1, 5, 9)
 
 
@@ -180,10 +189,12 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 
 # Between them: every span of head norms, both kinds of norm before and after halves or not at all,
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu,
-# ALiBi.
+# ALiBi, layers of other heads, that share keys and values or have inputs of their own, experts
+# beside a dense feed-forward, chunks, experts whose input is weighed, a SparseMixer.
 SINGULAR = (
     *("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3"),
     *("gpt2", "gptneox", "apertus", "hunyuan-dense", "bloom"),
+    *("gemma4", "gemma4-experts", "llama4", "phimoe"),
 )
 
 

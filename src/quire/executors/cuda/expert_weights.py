@@ -23,6 +23,8 @@ from quire.model.spec import Experts
 ROUTER_MATRIX = "ffn_gate_inp.weight"  # any format: it is decoded when it is loaded
 MAX_EXPERTS = 512  # whose scores a warp holds
 MAX_USED = 32
+MAX_GROUPS = 16
+MAX_GROUP_BEST = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +74,13 @@ class ExpertWeights:
 
 def check_experts(part: Experts, tensors: Mapping[str, Tensor], prefix: str) -> None:
     """Refuse what no kernel computes, before anything is moved."""
-    bounds = {"num_experts": (part.count, MAX_EXPERTS), "experts used": (part.num_used, MAX_USED)}
+    router = part.router
+    bounds = {
+        "num_experts": (part.count, MAX_EXPERTS),
+        "experts used": (part.num_used, MAX_USED),
+        "groups of experts": (router.num_groups, MAX_GROUPS),
+        "experts that make a group's score": (router.num_group_best, MAX_GROUP_BEST),
+    }
     for what, (value, limit) in bounds.items():
         if value > limit:
             raise UnsupportedModelError(

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import triton
 
-from quire.executors.cuda.expert_weights import ExpertWeights, Stack
+from quire.executors.cuda.expert_weights import ExpertWeights, RouterWeights, Stack
 from quire.executors.cuda.gemm import (
     MULTIPROCESSORS,
     Gemm,
@@ -28,6 +28,11 @@ _ROUTER_TOKENS = 16
 _ROUTER_MANY_TOKENS = 64  # of a program, in steps of many tokens
 _ROUTER_PROGRAMS = 32  # of few tokens: the columns are split until there are so many
 _GROUP_COLUMNS = 512
+_SCORING = {
+    Scoring.SOFTMAX: kernels.SOFTMAX,
+    Scoring.SIGMOID: kernels.SIGMOID,
+    Scoring.SPARSE_MIXER: kernels.SPARSE_MIXER,
+}
 
 
 class ExpertGemm(Protocol):
@@ -68,10 +73,15 @@ class _Call:
         self.tile_tokens = tile_tokens
 
 
+def is_direct(part: Experts, num_tokens: int) -> bool:
+    """Whether each pair has a tile of its own. Rows that are weighed are copied in every step."""
+    return num_tokens <= DIRECT_TOKENS and not part.router.weighs_input
+
+
 def max_tiles(part: Experts, num_tokens: int, tile_tokens: int) -> int:
     """The most tiles that any routing of so many tokens makes."""
     num_pairs = num_tokens * part.num_used
-    if num_tokens <= DIRECT_TOKENS:
+    if is_direct(part, num_tokens):
         return num_pairs
     used = min(part.count, num_pairs)
     return min(num_pairs, (num_pairs + used * (tile_tokens - 1)) // tile_tokens)
@@ -135,12 +145,12 @@ class ExpertRunner:
         token's experts adds, in ascending order of experts. The router sees `tokens` or `routed`.
         """
         part = weights.part
-        shape = _router_shape(weights)
+        shape = router_shape(weights.part, weights.router)
         size = self._gemm.tile_tokens(part, num_tokens)
         tiles = max_tiles(part, num_tokens, size)
         call = _Call(part, self._tiles, self._pairs, num_tokens, tiles, size)
         self._route(weights, shape, tokens if routed is None else routed, num_tokens)
-        if num_tokens > DIRECT_TOKENS:
+        if not is_direct(part, num_tokens):
             self._group(shape, tokens, call)
             tokens = self._grouped
         else:
@@ -193,7 +203,7 @@ class ExpertRunner:
             weights.part.router.scale,
             SHAPE=shape,
             SPLITS=splits,
-            DIRECT=num_tokens <= DIRECT_TOKENS,
+            DIRECT=is_direct(weights.part, num_tokens),
             num_warps=1,
             **self._options,
         )
@@ -220,17 +230,21 @@ def _router_splits(num_experts: int, num_blocks: int) -> int:
     return min(num_blocks, -(-_ROUTER_PROGRAMS // -(-num_experts // _ROUTER_EXPERTS)))
 
 
-def _router_shape(weights: ExpertWeights) -> kernels.RouterShape:
-    part, router = weights.part, weights.part.router
+def router_shape(part: Experts, weights: RouterWeights) -> kernels.RouterShape:
+    router = part.router
     return kernels.RouterShape(
         num_experts=part.count,
         num_used=part.num_used,
         experts=max(2, triton.next_power_of_2(part.count)),
         used=triton.next_power_of_2(part.num_used),
-        scoring=kernels.SIGMOID if router.scoring is Scoring.SIGMOID else kernels.SOFTMAX,
+        scoring=_SCORING[router.scoring],
         normalises=router.normalises,
-        has_bias=weights.router.bias is not None,
-        has_choice_bias=weights.router.choice_bias is not None,
+        has_bias=weights.bias is not None,
+        has_choice_bias=weights.choice_bias is not None,
+        num_groups=router.num_groups,
+        num_used_groups=router.num_used_groups,
+        num_group_best=router.num_group_best,
+        weighs_input=router.weighs_input,
     )
 
 
@@ -376,7 +390,7 @@ class HopperExperts:
     def tile_tokens(self, part: Experts, num_tokens: int) -> int:
         """Room for about twice the mean of an expert's rows, so that few experts need a second
         tile; not more than 64 before the mean is 256."""
-        if num_tokens <= DIRECT_TOKENS:
+        if is_direct(part, num_tokens):
             return _TOKEN_TILES[0]
         mean = num_tokens * part.num_used / part.count
         if mean >= _LARGE_MEAN:
@@ -389,7 +403,7 @@ class HopperExperts:
         gate_up, down = weights.gate_up, weights.down
         shape = self._tiling(call, gate_up)
         is_pair = (
-            call.num_tokens > DIRECT_TOKENS
+            not is_direct(call.part, call.num_tokens)
             and gate_up.planes.layout.has_powers
             and gate_up.planes.layout == down.planes.layout
             and gate_up.ends_in_half == down.ends_in_half

@@ -22,8 +22,10 @@ from quire.executors.cuda.kernels.plain_dequantize import (
     dequantized_half,
 )
 
-SOFTMAX, SIGMOID = 0, 1  # how scores are made of the router's sums
+SOFTMAX, SIGMOID, SPARSE_MIXER = 0, 1, 2  # how scores are made of the router's sums
 _SIGMOID = tl.constexpr(SIGMOID)
+_SPARSE_MIXER = tl.constexpr(SPARSE_MIXER)
+_NEAR = tl.constexpr(0.02)  # of a SparseMixer: what scores may be less, relative to their size
 CHUNK = 64  # tokens whose experts are counted together
 _CHUNK = tl.constexpr(CHUNK)
 _CHUNKS_AT_ONCE = tl.constexpr(8)
@@ -71,6 +73,10 @@ class RouterShape(NamedTuple):
     normalises: bool
     has_bias: bool
     has_choice_bias: bool
+    num_groups: int  # of experts, of which the best `num_used_groups` are chosen from
+    num_used_groups: int
+    num_group_best: int  # experts whose choice scores are summed for their group's
+    weighs_input: bool  # the weights are of what experts take: of what they make they are 1
 
 
 @triton.jit
@@ -170,6 +176,50 @@ def _best(choice, expert, inside, SHAPE: tl.constexpr):
 
 
 @triton.jit
+def _in_best_groups(choice, expert, inside, SHAPE: tl.constexpr):
+    """Minus infinity for experts that are not in one of the best groups; of equals the first."""
+    GROUP: tl.constexpr = SHAPE.num_experts // SHAPE.num_groups
+    NUM_GROUPS: tl.constexpr = SHAPE.num_groups
+    NUM_BEST: tl.constexpr = SHAPE.num_group_best
+    NUM_USED_GROUPS: tl.constexpr = SHAPE.num_used_groups
+    quality = tl.full([SHAPE.experts], float("-inf"), tl.float32)  # of each expert's group
+    for group in tl.static_range(NUM_GROUPS):
+        is_own = inside & (expert // GROUP == group)
+        left = tl.where(is_own, choice, float("-inf"))
+        total = tl.max(left, axis=0)
+        for _ in tl.static_range(1, NUM_BEST):
+            first = tl.min(tl.where(left == tl.max(left, axis=0), expert, SHAPE.experts), axis=0)
+            left = tl.where(expert == first, float("-inf"), left)
+            total += tl.max(left, axis=0)
+        quality = tl.where(is_own, total, quality)
+    is_kept = expert < 0
+    for _ in tl.static_range(NUM_USED_GROUPS):
+        left = tl.where(is_kept | ~inside, float("-inf"), quality)
+        first = tl.min(tl.where(left == tl.max(left, axis=0), expert, SHAPE.experts), axis=0)
+        is_kept = is_kept | (expert // GROUP == first // GROUP)
+    return tl.where(is_kept, choice, float("-inf"))
+
+
+@triton.jit
+def _share_among_near(scores, highest):
+    """Of the highest score in a softmax over those near it."""
+    is_near = (highest - scores) / tl.maximum(tl.abs(scores), highest) <= _NEAR
+    is_near = (is_near | (scores == highest)) & (tl.abs(scores) < float("inf"))
+    return 1.0 / tl.sum(tl.where(is_near, tl.exp(scores - highest), 0.0), axis=0)
+
+
+@triton.jit
+def _sparse_shares(logits, expert, SHAPE: tl.constexpr):
+    """A SparseMixer's weights: of the best expert, and of the others the best one's among these."""
+    highest = tl.max(logits, axis=0)
+    first = tl.min(tl.where(logits == highest, expert, SHAPE.experts), axis=0)
+    others = tl.where(expert == first, float("-inf"), logits)
+    second = tl.max(others, axis=0)
+    share = _share_among_near(logits, highest)
+    return tl.where(expert == first, share, _share_among_near(others, second))
+
+
+@triton.jit
 def choose_experts(
     sums,
     router: RouterPointers,
@@ -199,13 +249,20 @@ def choose_experts(
         logits += tl.load(router.bias + expert, mask=inside, other=0.0)
     if SHAPE.scoring == _SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif SHAPE.scoring == _SPARSE_MIXER:
+        logits = tl.where(inside, logits, float("-inf"))
+        scores = _sparse_shares(logits, expert, SHAPE)
     else:
         logits = tl.where(inside, logits, float("-inf"))
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = powers / tl.sum(powers, axis=0)
     choice = scores
+    if SHAPE.scoring == _SPARSE_MIXER:
+        choice = logits
     if SHAPE.has_choice_bias:
         choice += tl.load(router.choice_bias + expert, mask=inside, other=0.0)
+    if SHAPE.num_groups > 1:
+        choice = _in_best_groups(choice, expert, inside, SHAPE)
     is_used = _best(choice, expert, inside, SHAPE)
     slot = tl.cumsum(is_used.to(tl.int32), axis=0) - 1
     weights = scores
@@ -282,7 +339,8 @@ def group_tokens(
 ):
     """Sort pairs by expert, then by token, and copy each pair's token to its row of `grouped`.
 
-    One program a token, and one more that lists the tiles, of TOKENS rows at most.
+    One program a token, and one more that lists the tiles, of TOKENS rows at most. Where weights
+    are of what experts take, the copies are multiplied by them.
     """
     USED: tl.constexpr = SHAPE.used
     NUM_USED: tl.constexpr = SHAPE.num_used
@@ -310,12 +368,18 @@ def group_tokens(
             alike += (own[:, None] == other[None, :]).to(tl.int32)
         row += tl.sum(alike, axis=1)
         tl.store(pairs.of_row + row, pair, mask=is_slot)
+        if SHAPE.weighs_input:
+            weight = tl.load(pairs.weights + pair, mask=is_slot, other=0.0)
+            tl.debug_barrier()
+            tl.store(pairs.weights + pair, tl.zeros_like(weight) + 1.0, mask=is_slot)
         column = tl.arange(0, COLUMNS)
         for start in range(0, width, COLUMNS):
             inside = start + column < width
             x = tl.load(tokens + token.to(tl.int64) * width + start + column, mask=inside)
             to = row[:, None].to(tl.int64) * width + (start + column)[None, :]
             copies = tl.broadcast_to(x[None, :], [USED, COLUMNS])
+            if SHAPE.weighs_input:
+                copies = (copies.to(tl.float32) * weight[:, None]).to(tl.float16)
             tl.store(grouped + to, copies, mask=is_slot[:, None] & inside[None, :])
 
 
