@@ -27,6 +27,7 @@ from quire.executors.cuda.attention import (
     HopperAttention,
     LayerAttention,
     LayerCache,
+    PlainAttention,
     attention_for,
 )
 from quire.executors.cuda.device import runs_hopper_kernels
@@ -152,6 +153,7 @@ ATTENTION_SHAPES = (
     AttentionShape(32, 4, 128),
     AttentionShape(64, 8, 64),
     AttentionShape(4, 1, 256),
+    AttentionShape(32, 4, 512),
 )
 LONG_SHAPE = AttentionShape(8, 2, 128)
 _ALIBI = LayerAttention(0.0, slopes=())  # of as many heads as there are
@@ -160,6 +162,7 @@ LAYERS = (  # a scale of 0: head_dim ** -0.5
     LayerAttention(0.0, window=300),
     LayerAttention(0.3, window=128, soft_cap=2.0),
     _ALIBI,
+    LayerAttention(0.0, window=300, is_chunked=True),
 )
 
 
@@ -217,17 +220,20 @@ class AttentionCase:
         num_splits: int = 0,
         *,
         captured: bool = False,
+        sharing: int = 1,
     ) -> Array:
-        """All rows, in a step padded to so many tokens. `captured`: by a graph, run once before."""
+        """All rows, in a step padded to so many tokens. `captured`: by a graph, run once before.
+        `sharing`: so many programs share a tile."""
         spec = self.spec
-        tiles = self._tiles(attention.tokens_per_tile(num_tokens, num_splits), num_tokens)
+        tile_tokens = sharing * attention.tokens_per_tile(num_tokens, num_splits)
+        tiles = self._tiles(tile_tokens, num_tokens)
         queries = torch.zeros((num_tokens, *self.queries.shape[1:]), device="cuda").bfloat16()
         queries[: len(self.queries)] = self.queries
         out = torch.full((num_tokens, padded(spec.num_heads * spec.head_dim)), float("nan"))
         out = out.half().cuda()
         blocks = list(chain.from_iterable(self.tables))
         flat = torch.tensor(blocks, dtype=torch.int32, device="cuda")
-        given = AttentionInput(queries, flat, tiles, out)
+        given = AttentionInput(queries, flat, tiles, out, tile_tokens)
         cache = LayerCache(self.keys, self.values)
         attention.attend(given, cache, self.layer, num_splits)
         if captured:
@@ -268,7 +274,9 @@ class AttentionCase:
                 scores = self.layer.soft_cap * (scores / self.layer.soft_cap).tanh()
             position = torch.arange(length - count, length, device="cuda")[:, None]
             key = torch.arange(length, device="cuda")  # positions
-            masked = (key > position) | (key <= position - self.layer.num_seen)
+            seen = self.layer.num_seen
+            first = position // seen * seen if self.layer.is_chunked else position - seen + 1
+            masked = (key > position) | (key < first)
             if self.layer.slopes is not None:
                 slopes = self.layer.slopes.double()[:, None, None] / np.log2(np.e)
                 scores = scores + slopes * (key - position)
@@ -290,9 +298,12 @@ def check_attention(
     """Error, and whether a row's bits depend on the step's size, on tiles or on splits."""
     case = AttentionCase.made(spec, layer, lengths)
     num_splits = -(-max(lengths) // SPLIT_SIZE)
-    attention = _attention(spec, num_splits, is_plain=layer.slopes is not None)
+    is_plain = layer.slopes is not None or layer.is_chunked
+    attention = _attention(spec, num_splits, is_plain=is_plain)
     found = case.found(attention, _FEW)
     others = [case.found(attention, _MANY), case.found(attention, _MANY, num_splits)]
+    if isinstance(attention, PlainAttention):
+        others.append(case.found(attention, _MANY, sharing=4))
     wanted = case.exact()
     error = float((found.double() - wanted).norm() / wanted.norm())
     return error, all(torch.equal(found, other) for other in others)
@@ -320,6 +331,7 @@ def _attention_line(
     bits = "same" if same else "DIFFER"
     more = ", sinks and a soft cap" if layer.soft_cap else ""
     more += ", ALiBi" if layer.slopes is not None else ""
+    more += ", chunks" if layer.is_chunked else ""
     what = f"attention, {heads}, up to {max(lengths)} positions, window {layer.window}{more}"
     print(f"{what}: error {error:.2e}  bits {bits}", flush=True)
     return same and error < 6e-3
@@ -386,6 +398,7 @@ class ExpertShape(NamedTuple):
 EXPERT_SHAPES = (
     ExpertShape(32, 8, 768, 2048, "Q4_K", Activation.SILU),
     ExpertShape(32, 8, 768, 2048, "Q6_K", Activation.SILU),
+    ExpertShape(32, 8, 704, 2816, "Q4_K", Activation.GELU_TANH),
     ExpertShape(8, 4, 2880, 2880, "Q8_0", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 4, 2880, 2880, "MXFP4", Activation.CLAMPED_SWIGLU),
     ExpertShape(8, 2, 768, 2048, "E4M3_128", Activation.SILU),
@@ -491,6 +504,8 @@ def _activated(activation: Activation, gates: Array, ups: Array) -> Array:
     if activation is Activation.CLAMPED_SWIGLU:
         gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
         return gates * torch.sigmoid(1.702 * gates) * (ups + 1.0)
+    if activation is Activation.GELU_TANH:
+        return torch.nn.functional.gelu(gates, approximate="tanh") * ups
     return torch.nn.functional.silu(gates) * ups
 
 

@@ -66,11 +66,18 @@ def new_executor(
     return executor
 
 
-@pytest.mark.parametrize("kv_type", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("case", "layers", "kv_type"),
+    [
+        *(("gemma3", [0, 5], kv_type) for kv_type in ("auto", "fp8", "int8")),
+        # Groups of other heads, whose slots are the same memory.
+        *(("gemma4-experts", [0, 1], kv_type) for kv_type in ("auto", "int8")),
+    ],
+)
 def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(
-    kv_type: KVType, tmp_path: Path
+    case: str, layers: list[int], kv_type: KVType, tmp_path: Path
 ) -> None:
-    with drawn("gemma3", tmp_path, [0, 5]) as model:
+    with drawn(case, tmp_path, layers) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
         assert [window is None for window in layout.windows] == [True, False]
         whole = new_executor(PoisonedExecutor, model, one_group(model.spec), 8, kv_type)

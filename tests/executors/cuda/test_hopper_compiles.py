@@ -604,24 +604,30 @@ UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED]
+    "case",
+    [
+        *("gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED),
+        *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
+    ],
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
     feed-forwards without a gate; queries scaled by position; learned positions; norms
-    after rope; ALiBi, and a norm after the embedding."""
+    after rope; ALiBi, and a norm after the embedding; inputs of layers; experts beside a dense
+    feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
+    has_plain: set[bool] = set()
 
     def compile_only(self: Any, *arguments: Any, **settings: Any) -> Any:
         names.add(self.fn.__name__)
         return run(self, *arguments, **{**settings, "warmup": True})
 
     def plain(spec: Any, **settings: Any) -> launchers.Attention:
-        assert settings["is_plain"] == (case == "bloom")
+        has_plain.add(settings["is_plain"])
         splits = launchers._Splits(
             launchers.split_buffers([spec], settings["max_split_tokens"], 4, "cpu")
         )
@@ -644,7 +650,12 @@ def test_every_kernel_of_a_familys_step_compiles(
     decoder.run_body(decoders.BodyShape(4, 4), body, blocks)
     decoder.run_head(4, integers[0], integers[1])
     assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
-    assert ("cap_logits" in names) == (case == "gemma2")
+    assert (True in has_plain) == (case in ("bloom", "llama4"))
+    assert ("cap_logits" in names) == (case in ("gemma2", "gemma4"))
+    assert ("gate_layer_input" in names) == ("make_layer_inputs" in names) == (case == "gemma4")
+    assert ("add_normed" in names) == (case == "gemma4-experts")
+    # Where inputs are weighed, also in steps of so few tokens.
+    assert ("group_tokens" in names) == (case == "llama4")
     assert ("gate" in names) == (case in UNGATED)
     assert ("norm_hidden" in names) == (case == "bloom")
     assert ("scale_by_gate" in names) == (case == "qwen2moe")

@@ -17,19 +17,58 @@ from tests.fixture_files import fixture_file  # noqa: E402
 from quire.core.errors import ConfigError  # noqa: E402
 from quire.executors.base import BLOCK_SIZE  # noqa: E402
 from quire.executors.cuda import memory  # noqa: E402
+from quire.executors.cuda.decoder import KVBlocks, kv_block_bytes  # noqa: E402
 from quire.executors.cuda.weights import load_weights, packed_bytes  # noqa: E402
-from quire.model.kv_layout import KVLayout, kv_bytes_in_block, one_group  # noqa: E402
+from quire.model.kv_layout import (  # noqa: E402
+    KVLayout,
+    grouped,
+    kv_bytes_in_block,
+    one_group,
+)
 from quire.model.loading import load_model  # noqa: E402
-from quire.model.spec import ModelSpec  # noqa: E402
+from quire.model.spec import Attention, ModelSpec  # noqa: E402
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "case", ["mixtral", "qwen3moe", "phi3", "gpt2", "gemma4", "gemma4-experts"]
+)
 def test_what_weights_take_is_predicted_with_their_padding(case: str, tmp_path: Path) -> None:
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:
         found = load_weights(model.spec, model.tensors, "cpu").num_bytes
         predicted = packed_bytes(model.tensors)
         assert predicted > 1.5 * sum(tensor.nbytes for tensor in model.tensors.values())
     assert found == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8"])
+@pytest.mark.parametrize("case", ["gemma4", "gemma4-experts", "gemma3"])
+def test_a_block_takes_what_is_counted_whatever_heads_its_layers_have(
+    case: str, kept: str, tmp_path: Path
+) -> None:
+    with load_in_bfloat(write_drawn(case, tmp_path)) as model:
+        spec = model.spec
+    for layout in (one_group(spec), grouped(spec, BLOCK_SIZE)):
+        blocks = KVBlocks(spec, layout, 3, "cpu", getattr(torch, kept))
+        assert blocks.num_bytes == 3 * kv_block_bytes(spec, layout, is_8bit=kept == "int8")
+        for layer, part in spec.attentions.items():
+            cache = blocks.layer(layout.slots[layer], part.head_dim)
+            for array in cache.keys, cache.values:
+                assert array.shape[0] == 3 and array.shape[2:] == (BLOCK_SIZE, part.head_dim)
+                assert array.shape[1] >= part.num_kv_heads
+            assert cache.scales is None or cache.scales.shape[:2] == cache.keys.shape[:2]
+
+
+def test_blocks_of_gemma_4s_models_are_no_larger_than_counted_elsewhere() -> None:
+    """Where layers have few heads of 512 and more of 256, in slots that both are in."""
+    sliding = Attention(num_heads=32, num_kv_heads=16, head_dim=256, window=1024)
+    full = Attention(num_heads=32, num_kv_heads=4, head_dim=512)
+    with load_model("dummy:tiny") as model:
+        spec = model.spec
+    layers = [replace(spec.layers[0], mixer=x) for x in (*[sliding] * 5, full) * 10]
+    spec = replace(spec, layers=tuple(layers), context_length=1 << 17)
+    layout = grouped(spec, BLOCK_SIZE)
+    wanted = BLOCK_SIZE * kv_bytes_in_block(spec, layout, is_8bit=False)
+    assert kv_block_bytes(spec, layout, is_8bit=False) == wanted
 
 
 @pytest.fixture(scope="module")
