@@ -129,7 +129,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT}
         | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER, Feature.ROUTER_CHOICE}
         | {Feature.VALUE_NORMS, Feature.SHARED_KV, Feature.EXPERTS_BESIDE_DENSE}
-        | {Feature.LAYER_INPUTS, Feature.OUTPUT_SCALE, Feature.CHUNKS}
+        | {Feature.LAYER_INPUTS, Feature.OUTPUT_SCALE, Feature.CHUNKS, Feature.LATENT}
         | {Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER, Feature.WEIGHED_EXPERT_INPUT}
     ),
     "reference": frozenset(Feature),

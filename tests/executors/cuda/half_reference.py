@@ -36,8 +36,9 @@ def cache_in_halves() -> Iterator[None]:
 def operands_in_halves() -> Iterator[None]:
     """While it is open, reference executors round queries and softmax weights to bfloat16 and the
     inputs of matrices to float16. Their caches are as asked for."""
-    attend, softmax, product = (
+    attend, attend_latents, softmax, product = (
         reference._Attention.attend,
+        reference._LatentAttention.attend,
         reference.softmax,
         reference.Linear.__call__,
     )
@@ -47,6 +48,11 @@ def operands_in_halves() -> Iterator[None]:
     ) -> Floats:
         return attend(self, row, reference._to_bfloat16(query), blocks)
 
+    def attend_latents_rounded(
+        self: Any, row: reference.Row, query: Floats, blocks: reference.KVBlocks
+    ) -> Floats:
+        return attend_latents(self, row, reference._to_bfloat16(query), blocks)
+
     def softmax_rounded(scores: Floats, sinks: Floats | None = None) -> Floats:
         return reference._to_bfloat16(softmax(scores, sinks))
 
@@ -55,6 +61,7 @@ def operands_in_halves() -> Iterator[None]:
 
     with (
         patch.object(reference._Attention, "attend", attend_rounded),
+        patch.object(reference._LatentAttention, "attend", attend_latents_rounded),
         patch.object(reference, "softmax", softmax_rounded),
         patch.object(reference.Linear, "__call__", product_rounded),
     ):

@@ -67,7 +67,9 @@ def attended(
     out = torch.full((len(positions), 128), float("nan"), dtype=out_type)
     count = max(1, splits) * len(starts) * HEADS
     buffers = kernels.SplitBuffers(torch.zeros(count), torch.zeros(count), torch.zeros(count, DIM))
-    shape = kernels.AttentionShape(HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE, KV_HEADS)
+    shape = kernels.AttentionShape(
+        HEADS, KV_HEADS, DIM, BLOCK, 16, 2, SPLIT, TILE, KV_HEADS, 0, DIM
+    )
     shape = shape._replace(block_heads=cache["keys"].shape[1])
     kernels.attend[(len(starts) * parts, KV_HEADS, max(1, splits))](
         cache["queries"][positions[0] :],

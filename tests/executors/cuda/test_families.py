@@ -45,6 +45,7 @@ ON_CUDA = {  # of the drawn families
     *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
     *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
     *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
+    *("deepseek2", "deepseek2-lite", "deepseek2-glm", "kimi_k2", "minicpm3", "mistral4"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {
@@ -55,6 +56,7 @@ NEAR_TIES = {
     "deepseek": 4,
     "gemma4-experts": 3,
     "phimoe": 5,
+    "deepseek2-glm": 8,
 }
 PROMPT = (3, 1, 4, 1, 5, 9)
 

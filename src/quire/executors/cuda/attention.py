@@ -19,7 +19,7 @@ from quire.executors.cuda.cuda_source import Compiler, CudaError, CudaKernel, Nv
 from quire.executors.cuda.device import runs_hopper_kernels
 from quire.executors.cuda.kernels import attention
 from quire.executors.cuda.kernels.attention import AttentionShape, SplitBuffers, TokenTiles
-from quire.executors.cuda.planes import Array
+from quire.executors.cuda.planes import Array, padded
 
 SPLIT_SIZE: int = attention.SPLIT_SIZE
 _NO_WINDOW = 1 << 30
@@ -164,13 +164,21 @@ class PlainAttention:
         launch_options: dict[str, bool],
         *,
         exact: bool,
+        latent_rope_dims: int = 0,
     ) -> None:
+        """`latent_rope_dims`: of latent attention, whose kv heads are the groups of heads that a
+        program takes; its values are the first `head_dim` numbers of its one key."""
         self._spec = spec
         self._splits = splits
         self._launch_options = launch_options
         self._exact = exact
         tile = attention.TILE if spec.head_dim <= _WIDE_DIM else attention.WIDE_TILE
         self._shape = _shape(spec, block_size, max(_QUERY_ROWS, _group(spec)), tile)
+        if latent_rope_dims:
+            self._shape = self._shape._replace(
+                rope_dims=latent_rope_dims, out_dim=padded(spec.head_dim)
+            )
+        self._rope = max(_MIN_DIMS, triton.next_power_of_2(latent_rope_dims))
 
     def tokens_per_tile(self, num_tokens: int, num_splits: int) -> int:
         del num_tokens
@@ -207,6 +215,7 @@ class PlainAttention:
             EXACT=self._exact,
             CHUNKED=layer.is_chunked,
             PARTS=parts,
+            ROPE=self._rope,
             num_warps=attention.MANY_WARPS if has_many else attention.WARPS,
             num_stages=attention.STAGES,
             enable_fp_fusion=False,
@@ -442,11 +451,13 @@ def attention_for(
     query_dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype = torch.bfloat16,
     is_plain: bool = False,
+    latent_rope_dims: int = 0,
     buffers: SplitBuffers | None = None,
 ) -> Attention:
     """The best this device can run for heads of that size. Steps of up to `max_split_tokens` may
     give splits of the context programs of their own, with `buffers` that all kinds of heads share.
-    `is_plain`: layers have what the plain kernel alone computes."""
+    `is_plain`: layers have what the plain kernel alone computes. `latent_rope_dims`: as
+    PlainAttention's."""
     if buffers is None:
         buffers = split_buffers([spec], max_split_tokens, max_splits, device)
     splits = _Splits(buffers)
@@ -466,7 +477,14 @@ def attention_for(
             has_prefill=has_prefill,
             cuda_prefill=CudaPrefill() if is_cuda else None,
         )
-    return PlainAttention(spec, splits, block_size, launch_options, exact=device == "cpu")
+    return PlainAttention(
+        spec,
+        splits,
+        block_size,
+        launch_options,
+        exact=device == "cpu",
+        latent_rope_dims=latent_rope_dims,
+    )
 
 
 def common_tile(kinds: Sequence[Attention], num_tokens: int, num_splits: int) -> int:
@@ -488,6 +506,8 @@ def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape
         split_size=SPLIT_SIZE,
         tile=tile,
         block_heads=spec.num_kv_heads,
+        rope_dims=0,
+        out_dim=spec.head_dim,
     )
 
 

@@ -25,10 +25,12 @@ from quire.executors.cuda.attention import (
 )
 from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
-from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
+from quire.executors.cuda.gemm import Gemm, factors, head_tiling, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
+from quire.executors.cuda.kernels import latent as latents
 from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
+from quire.executors.cuda.kernels.latent import LatentShape
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, Planes, operand_order, padded
 from quire.executors.cuda.weights import (
     BesideExperts,
@@ -37,6 +39,7 @@ from quire.executors.cuda.weights import (
     Linear,
     ModelWeights,
     NormWeights,
+    latent_groups,
 )
 from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
@@ -121,8 +124,10 @@ class LoweredLayer:
     rope: RopeTables
     query_scales: Array | None  # by position, float32
     rope_shape: layers.RopeShape
+    latent_shape: LatentShape | None
     attention: LayerAttention
     attend: attentions.Attention
+    output_size: int  # numbers that attention leaves for the output projection
     epsilon: float  # of the norms of queries and keys
     is_parallel: bool
     residual_scale: float
@@ -166,7 +171,11 @@ class Limits:
 
 def block_width(spec: ModelSpec) -> int:
     """Numbers that a slot of a block has for the keys of a position, and as many for its values:
-    those of the layer with most, in whole heads of every layer."""
+    those of the layer with most, in whole heads of every layer. Of latent attention those of its
+    vectors, without values."""
+    latents = [part.latent for part in spec.attentions.values() if part.latent is not None]
+    if latents:
+        return max(latent.kv_rank + latent.rope_dims for latent in latents)
     parts = spec.attentions.values()
     unit = math.lcm(*(part.head_dim for part in parts))
     return -(-max(part.kv_size for part in parts) // unit) * unit
@@ -175,6 +184,8 @@ def block_width(spec: ModelSpec) -> int:
 def kv_block_bytes(spec: ModelSpec, layout: KVLayout, *, is_8bit: bool) -> int:
     """What a block takes."""
     width = block_width(spec)
+    if spec.attention.latent is not None:
+        return layout.num_slots * BLOCK_SIZE * 2 * width
     scales = 4 * sum({width // part.head_dim for part in spec.attentions.values()})
     return layout.num_slots * BLOCK_SIZE * 2 * (width + scales if is_8bit else 2 * width)
 
@@ -195,11 +206,16 @@ class KVBlocks:
     ) -> None:
         self.num_blocks = num_blocks
         width = block_width(spec)
-        room = {part.head_dim: width // part.head_dim for part in spec.attentions.values()}
+        parts = spec.attentions.values()
+        room = {part.head_dim: width // part.head_dim for part in parts if part.latent is None}
+        first = spec.head_dim if room else width
         place = (layout.num_slots, num_blocks)
-        shape = (*place, room[spec.head_dim], BLOCK_SIZE, spec.head_dim)
+        shape = (*place, width // first, BLOCK_SIZE, first)
         self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
-        self.values = torch.empty(shape, dtype=kv_dtype, device=device)
+        # Those of latent attention are among its keys.
+        self.values = self.keys[..., :0]
+        if room:
+            self.values = torch.empty(shape, dtype=kv_dtype, device=device)
         self._scales: dict[int, Array] = {}
         if kv_dtype.itemsize == 1:
             for heads in room.values():
@@ -224,6 +240,9 @@ class KVBlocks:
             array[:, target] = array[:, source]
 
     def layer(self, slot: int, head_dim: int) -> LayerCache:
+        """With keys of that size."""
+        if not self.values.numel():
+            return LayerCache(self.keys[slot], self.keys[slot])
         shape = (self.num_blocks, -1, BLOCK_SIZE, head_dim)
         keys, values = self.keys[slot].view(shape), self.values[slot].view(shape)
         scales = self._scales[keys.shape[1]][slot] if self._scales else None
@@ -315,16 +334,16 @@ class Decoder:
         self.returned = self._zeros((returned, self._padded_hidden), torch.float32)
         self._natural_order = torch.argsort(self._hidden_order)
         parts = spec.attentions.values()
-        most = max(part.query_size for part in parts)
+        most = max(_query_width(part) for part in parts)
         self._queries = self._zeros((tokens * most,), self._QUERY_DTYPE)
         self._make_activations()
-        kinds = {_heads(part): part for part in parts}
+        kinds = {_heads(part) for part in parts}
         buffers = attentions.split_buffers(
-            kinds.values(), limits.max_split_tokens, limits.max_splits, self._device
+            kinds, limits.max_split_tokens, limits.max_splits, self._device
         )
         self._attentions = {
             kind: attention_for(
-                part,
+                kind,
                 max_split_tokens=limits.max_split_tokens,
                 max_splits=limits.max_splits,
                 max_sequences=limits.num_rows,
@@ -334,9 +353,10 @@ class Decoder:
                 query_dtype=self._QUERY_DTYPE,
                 kv_dtype=self.kv_dtype,
                 is_plain=kind.is_plain,
+                latent_rope_dims=kind.latent_rope_dims,
                 buffers=buffers,
             )
-            for kind, part in kinds.items()
+            for kind in kinds
         }
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
@@ -358,11 +378,12 @@ class Decoder:
         # What one kind of heads leaves beside its columns would be another's padding.
         self._attended = {
             size: self._zeros((tokens, padded(size)), torch.float16)
-            for size in {part.query_size for part in spec.attentions.values()}
+            for size in {_output_size(part) for part in spec.attentions.values()}
         }
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
         held = self._weights.layers
         self._make_input_buffers(tokens)
+        self._make_latent_buffers(tokens)
         dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
         linears = [linear for layer in held for linear in layer.others]
@@ -393,6 +414,20 @@ class Decoder:
         self._embedded = self._zeros((tokens, padded(every)), torch.float32)
         self._inputs = self._zeros((tokens, spec.num_layers, width), torch.float32)
         self._gated_inputs = self._zeros((tokens, width), torch.float16)
+
+    def _make_latent_buffers(self, tokens: int) -> None:
+        """What latent attention makes queries of and leaves, of models that have any."""
+        shapes = [_latent_shape(part) for part in self._spec.attentions.values()]
+        known = [shape for shape in shapes if shape is not None]
+        if not known:
+            return
+        half = torch.float16
+        ranks = {padded(shape.query_rank) for shape in known if shape.query_rank}
+        self._query_vectors = {rank: self._zeros((tokens, rank), half) for rank in ranks}
+        sizes = {(shape.num_heads, padded(shape.plain_dims)) for shape in known}
+        self._plain_queries = {size: self._zeros((tokens, *size), half) for size in sizes}
+        sizes = {(shape.num_heads, padded(shape.kv_rank)) for shape in known}
+        self._mixed = {size: self._zeros((tokens, *size), half) for size in sizes}
 
     def _num_sums(self, layer: LayerWeights) -> int:
         """Splits that a layer's feed-forward leaves."""
@@ -428,9 +463,11 @@ class Decoder:
                     rope=ropes[part.rope],
                     query_scales=scales[part],
                     rope_shape=_rope_shape(part, block_width(spec)),
+                    latent_shape=_latent_shape(part),
                     attention=attention,
                     attend=self._attentions[_heads(part)],
-                    epsilon=0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon,
+                    output_size=_output_size(part),
+                    epsilon=_norm_epsilon(part),
                     is_parallel=layer.is_parallel,
                     residual_scale=layer.residual_scale,
                 )
@@ -528,7 +565,7 @@ class Decoder:
     def _project(self, count: int, layer: LoweredLayer) -> Added:
         """The output projection of attention."""
         assert layer.weights.output is not None
-        attended = self._attended[layer.rope_shape.query_size]
+        attended = self._attended[layer.output_size]
         return self._multiply(layer.weights.output, attended, count)
 
     def _feed_forward(self, count: int, layer: LayerWeights, after: int = 0) -> Added:
@@ -763,16 +800,134 @@ class Decoder:
         cache = blocks.layer(layer.slot, layer.rope_shape.head_dim)
         qkv = layer.weights.qkv
         assert qkv is not None
+        if layer.latent_shape is not None:
+            self._attend_latents(shape, body, cache, layer, layer.latent_shape)
+            return
         made = self._multiply(qkv, self._activations, shape.num_tokens)
         self._rope(shape.num_tokens, body, cache, layer, qkv, made.num_splits)
         given = AttentionInput(
             self._queries_of(layer),
             body.tables,
             body.tiles(layer.group),
-            self._attended[layer.rope_shape.query_size],
+            self._attended[layer.output_size],
             self.tokens_per_tile(shape),
         )
         layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+
+    def _attend_latents(
+        self,
+        shape: BodyShape,
+        body: BodyInput,
+        cache: LayerCache,
+        layer: LoweredLayer,
+        latent: LatentShape,
+    ) -> None:
+        """Queries against what the cache keeps, attention to it, and each head's values of that."""
+        weights, count = layer.weights.latent, shape.num_tokens
+        assert weights is not None
+        tokens, key_dim = self._limits.num_tokens, latent.key_dim
+        queries = self._queries[: tokens * latent.num_heads * key_dim]
+        queries = queries.view(tokens, latent.num_heads, key_dim)
+        self._make_latent_queries(count, body, cache, layer, latent, queries)
+        mixed = self._mixed[latent.num_heads, padded(latent.kv_rank)]
+        tiles, tile_tokens = body.tiles(layer.group), self.tokens_per_tile(shape)
+        given = AttentionInput(queries, body.tables, tiles, mixed.flatten(1), tile_tokens)
+        layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+        attended = self._attended[layer.output_size]
+        self._multiply_heads(count, weights.values, mixed, attended, in_operand_order=True)
+
+    def _make_latent_queries(
+        self,
+        count: int,
+        body: BodyInput,
+        cache: LayerCache,
+        layer: LoweredLayer,
+        latent: LatentShape,
+        queries: Array,
+    ) -> None:
+        weights, linear = layer.weights.latent, layer.weights.qkv
+        assert weights is not None and linear is not None
+        made = self._multiply(linear, self._activations, count)
+        positions = body.fields[BodyField.POSITION]
+        rope = latents.Rotation(positions, layer.rope.cosines, layer.rope.sines)
+        rank = padded(latent.query_rank)
+        vectors = self._query_vectors[rank] if rank else self.normed
+        latents.store_latent[(count,)](
+            self._sums,
+            rope,
+            body.slots(layer.group),
+            weights.key_norm,
+            weights.query_norm,
+            cache.keys,
+            vectors,
+            self._limits.num_tokens * linear.num_rows,
+            linear.num_rows,
+            vectors.stride(0),
+            layer.epsilon,
+            SHAPE=latent,
+            RANK=triton.next_power_of_2(latent.kv_rank),
+            QUERY_RANK=triton.next_power_of_2(max(1, latent.query_rank)),
+            SPLITS=made.num_splits,
+            num_warps=4,
+            **self._launch_options(),
+        )
+        if weights.query is not None:
+            linear = weights.query
+            made = self._multiply(linear, vectors, count)
+        plain = self._plain_queries[latent.num_heads, padded(latent.plain_dims)]
+        latents.divide_queries[(count, latent.num_heads)](
+            self._sums,
+            rope,
+            layer.query_scales,
+            plain,
+            queries,
+            self._limits.num_tokens * linear.num_rows,
+            linear.num_rows,
+            SHAPE=latent,
+            WIDTH=plain.shape[2],
+            DIMS=triton.next_power_of_2(latent.plain_dims),
+            SPLITS=made.num_splits,
+            num_warps=1,
+            **self._launch_options(),
+        )
+        self._multiply_heads(count, weights.keys, plain, queries, positions, layer.query_scales)
+
+    def _multiply_heads(
+        self,
+        count: int,
+        planes: Planes,
+        tokens: Array,
+        out: Array,
+        positions: Array | None = None,
+        query_scales: Array | None = None,
+        *,
+        in_operand_order: bool = False,
+    ) -> None:
+        """Each head's matrix times its part of `tokens` [token, head, columns]."""
+        heads = tokens.shape[1]
+        num_rows = planes.num_rows // heads
+        shape = head_tiling(count, exact=not self._is_gpu)
+        latents.multiply_heads[(-(-num_rows // shape.rows), heads, -(-count // shape.tokens))](
+            tokens,
+            out,
+            plane_pointers(planes),
+            factors(planes),
+            self._sums if positions is None else positions,
+            query_scales,
+            count,
+            num_rows,
+            planes.num_blocks,
+            out.stride(0),
+            num_rows if in_operand_order else out.stride(1),
+            ROWS=shape.rows,
+            TOKENS=shape.tokens,
+            FORMAT=planes.layout,
+            OPERAND_ORDER=in_operand_order,
+            EXACT=not self._is_gpu,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+            **self._launch_options(),
+        )
 
     def _queries_of(self, layer: LoweredLayer) -> Array:
         tokens, shape = self._limits.num_tokens, layer.rope_shape
@@ -986,11 +1141,47 @@ class _Heads(NamedTuple):
     num_kv_heads: int
     head_dim: int
     is_plain: bool  # they have what the plain kernel alone computes
+    latent_rope_dims: int = 0
 
 
 def _heads(part: Attention) -> _Heads:
+    latent = part.latent
+    if latent is not None:
+        groups = latent_groups(part.num_heads)
+        return _Heads(part.num_heads, groups, latent.kv_rank, True, latent.rope_dims)
     is_plain = part.alibi != 0.0 or part.is_chunked
     return _Heads(part.num_heads, part.num_kv_heads, part.head_dim, is_plain)
+
+
+def _query_width(part: Attention) -> int:
+    """Numbers of a token's queries as attention takes them."""
+    shape = _latent_shape(part)
+    return part.query_size if shape is None else shape.num_heads * shape.key_dim
+
+
+def _output_size(part: Attention) -> int:
+    return part.num_heads * part.value_dim
+
+
+def _norm_epsilon(part: Attention) -> float:
+    if part.latent is not None:
+        return part.latent.norm.epsilon
+    return 0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon
+
+
+def _latent_shape(part: Attention) -> LatentShape | None:
+    latent = part.latent
+    if latent is None:
+        return None
+    return LatentShape(
+        num_heads=part.num_heads,
+        plain_dims=part.head_dim - latent.rope_dims,
+        rope_dims=latent.rope_dims,
+        kv_rank=latent.kv_rank,
+        query_rank=latent.query_rank or 0,
+        is_interleaved=part.rope is not None and part.rope.interleaved,
+        block_size=BLOCK_SIZE,
+    )
 
 
 def _rope_shape(part: Attention, width: int) -> layers.RopeShape:

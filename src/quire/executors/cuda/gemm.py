@@ -100,6 +100,11 @@ def plain_tiling(num_tokens: int) -> PlainTiling:
     return next(sizes, PLAIN_TILINGS[-1])
 
 
+def head_tiling(num_tokens: int, *, exact: bool) -> PlainTiling:
+    """Of the GEMM that has a matrix for each head, which is plain Triton on every GPU."""
+    return _EXACT_TILING if exact else plain_tiling(num_tokens)
+
+
 class PortableGemm:
     """Plain Triton: for GPUs other than Hopper and for the interpreter."""
 

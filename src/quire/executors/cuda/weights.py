@@ -60,6 +60,9 @@ _MIN_TERNARY_SPLIT_BLOCKS = 4
 # What launchers can launch. Grids have at most 65535 programs in their second and third direction,
 # a norm's row lies in one program, and so does a tile of the query heads of a kv head.
 MAX_HEAD_DIM = 512
+MAX_LATENT_ROPE = 128
+MAX_QUERY_RANK = 1 << 13
+_LATENT_HEADS = 16  # of a program
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
@@ -144,6 +147,18 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Latent attention's beside `qkv`, which makes queries, or what they are made of, and then what
+    the cache keeps. Matrices of heads lie one below the other."""
+
+    key_norm: Array  # float32 [kv_rank]
+    query_norm: Array | None  # float32 [query_rank]
+    query: Linear | None  # of the normed vector of that size
+    keys: Planes  # from a head's query to one against the cache
+    values: Planes  # from what attention leaves to a head's values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BesideExperts:
     """The dense feed-forward beside a layer's experts, and the norms of both."""
 
@@ -192,6 +207,7 @@ class LayerWeights:
     sub_norm: Array | None = None  # before the output projection
     beside: BesideExperts | None = None
     inputs: LayerInput | None = None
+    latent: LatentWeights | None = None
     output_scale: float = 1.0  # of what leaves the layer
 
     @property
@@ -203,6 +219,8 @@ class LayerWeights:
         """Those of no feed-forward."""
         of_input = () if self.inputs is None else (self.inputs.gate, self.inputs.output)
         own = (self.qkv, self.output, *of_input)
+        if self.latent is not None:
+            own = (*own, self.latent.query)
         return tuple(linear for linear in own if linear is not None)
 
     @property
@@ -241,6 +259,8 @@ class ModelWeights:
             total += self.inputs.num_bytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
+            if layer.latent is not None:
+                total += layer.latent.keys.num_bytes + layer.latent.values.num_bytes
         return total + sum(experts.num_bytes for experts in self.experts)
 
     @property
@@ -261,6 +281,8 @@ class ModelWeights:
         names |= {name for experts in self.experts for name in experts.formats}
         if self.embedding is not None:
             names.add(self.embedding.format)
+        latents = (layer.latent for layer in self.layers if layer.latent is not None)
+        names |= {x.format for latent in latents for x in (latent.keys, latent.values)}
         if self.inputs is not None:
             segments = self.inputs.projection.segments
             names |= {self.inputs.embedding.format, *(x.planes.format for x in segments)}
@@ -366,10 +388,39 @@ def _check_shape(spec: ModelSpec) -> None:
         }
     )
     for part in parts:
-        _check_heads(part)
+        _check_heads(spec, part)
 
 
-def _check_heads(part: Attention) -> None:
+def latent_groups(num_heads: int) -> int:
+    """Programs that the heads of latent attention are divided among."""
+    counts = range(1, num_heads + 1)
+    most = _LATENT_HEADS
+    return next(n for n in counts if num_heads % n == 0 and num_heads // n <= most)
+
+
+def _check_latent(spec: ModelSpec, part: Attention) -> None:
+    latent = part.latent
+    if latent is None:
+        if spec.attention.latent is not None:
+            _refuse(spec, f"{Feature.LATENT} beside layers of another kind")
+        return
+    if part.rope is None or part.rope.dims != latent.rope_dims:
+        _refuse(spec, f"{Feature.LATENT} without rope")
+    if latent.norm.kind is not NormKind.RMS or latent.norm.has_bias or not latent.norm.has_weight:
+        _refuse(spec, f"{Feature.LATENT} and {Feature.LAYER_NORMS} of its vectors")
+    _check_bounds(
+        {
+            "kv_lora_rank": (latent.kv_rank, MAX_HEAD_DIM),
+            "qk_rope_head_dim": (latent.rope_dims, MAX_LATENT_ROPE),
+            "q_lora_rank": (latent.query_rank or 0, MAX_QUERY_RANK),
+        }
+    )
+
+
+def _check_heads(spec: ModelSpec, part: Attention) -> None:
+    _check_latent(spec, part)
+    if part.latent is not None:
+        return
     size, group = part.head_dim, part.num_heads // part.num_kv_heads
     heads = f"num_heads over num_kv_heads, for heads of {size}"
     _check_bounds({"head_dim": (size, MAX_HEAD_DIM), heads: (group, largest_group(size))})
@@ -395,6 +446,7 @@ def largest_group(head_dim: int) -> int:
 _ROWS_AS_THEY_ARE = {
     *("token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"),
     *("per_layer_token_embd", "per_layer_model_proj"),
+    *("attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"),
 }
 
 
@@ -479,7 +531,25 @@ class Loader:
             **self._feed_forward_parts(prefix, layer),
             sinks=sinks,
             inputs=self._input(prefix),
+            latent=self._latent(prefix, layer.attention),
         )
+
+    def _latent(self, prefix: str, part: Attention) -> LatentWeights | None:
+        if part.latent is None:
+            return None
+        has_rank = part.latent.query_rank is not None
+        return LatentWeights(
+            key_norm=self._floats(f"{prefix}attn_kv_a_norm.weight"),
+            query_norm=self._floats(f"{prefix}attn_q_a_norm.weight") if has_rank else None,
+            query=self._joined([f"{prefix}attn_q_b"]) if has_rank else None,
+            keys=self._of_heads(f"{prefix}attn_k_b.weight"),
+            values=self._of_heads(f"{prefix}attn_v_b.weight"),
+        )
+
+    def _of_heads(self, name: str) -> Planes:
+        tensor = self._tensors[name]
+        heads, rows, columns = tensor.shape
+        return reorder(tensor.format.name, self._raw(tensor), heads * rows, columns)
 
     def _feed_forward_parts(self, prefix: str, layer: Layer) -> dict[str, Any]:
         """What stands behind the mixer's half, by its names in LayerWeights."""
@@ -730,11 +800,14 @@ def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) ->
     return (TernaryLoader if is_ternary else Loader)(spec, tensors, device).load()
 
 
-def _projected(part: Attention) -> str:
-    """What a layer's attention makes of its input: queries, and keys and values of its own."""
+def _projected(part: Attention) -> tuple[str, ...]:
+    """What a layer's attention makes of its input: queries, and keys and values of its own; latent
+    attention what these are made of."""
+    if part.latent is not None:
+        return "q" if part.latent.query_rank is None else "q_a", "kv_a_mqa"
     if part.kv_layer is not None:
-        return "q"
-    return "qk" if part.has_key_values else "qkv"
+        return ("q",)
+    return ("q", "k") if part.has_key_values else ("q", "k", "v")
 
 
 def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:

@@ -58,6 +58,10 @@ class AttentionShape(NamedTuple):
     split_size: int
     tile: int
     block_heads: int  # kv heads of that size that a block of the cache has room for
+    # Latent attention: keys have so many numbers more, behind those that are values too. All heads
+    # share one key, and a program has some of the heads as if it were theirs alone.
+    rope_dims: int
+    out_dim: int  # columns of a head in `out`
 
 
 @triton.jit
@@ -120,6 +124,7 @@ def operand_column(column):
 @triton.jit
 def _attend_split(
     q,
+    q_rope,
     keys,
     values,
     scales,
@@ -135,6 +140,7 @@ def _attend_split(
     soft_cap,
     slope,
     DIMS: tl.constexpr,
+    ROPE: tl.constexpr,
     SHAPE: tl.constexpr,
     LARGE: tl.constexpr,
     EXACT: tl.constexpr,
@@ -156,7 +162,7 @@ def _attend_split(
         if LARGE:
             block = block.to(tl.int64)
         slot = (block * SHAPE.block_heads + kv_head) * SHAPE.block_size + n % SHAPE.block_size
-        index = slot * SHAPE.head_dim
+        index = slot * (SHAPE.head_dim + SHAPE.rope_dims)
         mask = is_there[:, None] & is_dim[None, :]
         k = tl.load(keys + index[:, None] + d[None, :], mask=mask, other=0)
         if scales is not None:
@@ -165,6 +171,11 @@ def _attend_split(
             key_scale = tl.load(scales + place, mask=is_there, other=0.0)
             value_scale = tl.load(scales + place + SHAPE.block_size, mask=is_there, other=0.0)
         s = _dot(q, tl.trans(k), tl.zeros([ROWS, TILE_SIZE], tl.float32), PAIRED, EXACT)
+        if SHAPE.rope_dims > 0:
+            r = tl.arange(0, ROPE)[None, :]
+            is_rope = is_there[:, None] & (r < SHAPE.rope_dims)
+            rotated = keys + index[:, None] + SHAPE.head_dim + r
+            s = _dot(q_rope, tl.trans(tl.load(rotated, mask=is_rope, other=0)), s, PAIRED, EXACT)
         if CHUNKED:
             is_seen = n[None, :] >= (position // window * window)[:, None]
             is_seen = is_seen & (n[None, :] <= position[:, None])
@@ -182,7 +193,10 @@ def _attend_split(
         rescale = tl.exp2(row_max - safe)
         row_sum = row_sum * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
-        v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0)
+        if SHAPE.rope_dims > 0:
+            v = k
+        else:
+            v = tl.load(values + index[:, None] + d[None, :], mask=mask, other=0)
         if scales is not None:
             v = decoded(v)
             p = tl.where(is_seen, p * value_scale[None, :], 0.0)
@@ -215,6 +229,7 @@ def attend(
     PDL: tl.constexpr,
     CHUNKED: tl.constexpr = False,
     PARTS: tl.constexpr = 1,
+    ROPE: tl.constexpr = 0,
 ):
     """One program: up to rows / group tokens of one sequence, one kv head, its query heads.
 
@@ -223,7 +238,8 @@ def attend(
     `scale` includes log2(e), and so do `sinks` [heads] and `slopes` [heads], which are multiplied
     by the position of a key less the query's and added to scores; without these, and without a
     `soft_cap`, they are None. `scales` are those of a cache of codes, or None. CHUNKED: `window` is
-    the size of chunks. PARTS programs share a tile's tokens, rows / group each.
+    the size of chunks. PARTS programs share a tile's tokens, rows / group each. ROPE:
+    rope_dims up to a power of two.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -255,11 +271,14 @@ def attend(
     d = tl.arange(0, DIMS)
     is_dim = d < SHAPE.head_dim
     row = (first_row + token).to(tl.int64) * SHAPE.num_heads + head
-    q = tl.load(
-        queries + row[:, None] * SHAPE.head_dim + d[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
+    address = queries + row[:, None] * (SHAPE.head_dim + SHAPE.rope_dims)
+    q = tl.load(address + d[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    q_rope = q
+    if SHAPE.rope_dims > 0:
+        rotated = tl.arange(0, ROPE)[None, :]
+        is_rope = is_row[:, None] & (rotated < SHAPE.rope_dims)
+        q_rope = tl.load(address + SHAPE.head_dim + rotated, mask=is_rope, other=0.0)
+        kv_head = 0
     slope = None
     if slopes is not None:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
@@ -284,6 +303,7 @@ def attend(
         stop = tl.minimum((split + 1) * SHAPE.split_size, end)
         split_max, split_sum, split_acc = _attend_split(
             q,
+            q_rope,
             keys,
             values,
             scales,
@@ -299,6 +319,7 @@ def attend(
             soft_cap,
             slope,
             DIMS,
+            ROPE,
             SHAPE,
             LARGE,
             EXACT,
@@ -322,7 +343,7 @@ def attend(
             row_sum, factor = with_sink(row_max, row_sum, sink)
             acc = acc * factor[:, None]
         output = acc / row_sum[:, None]
-        column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
+        column = operand_column(head[:, None] * SHAPE.out_dim + d[None, :])
         index = (first_row + token).to(tl.int64)[:, None] * out_stride + column
         tl.store(
             out + index, output.to(out.dtype.element_ty), mask=is_row[:, None] & is_dim[None, :]
@@ -403,5 +424,5 @@ def merge_splits(
         acc = acc * factor[:, None]
     output = acc / row_sum[:, None]
     first = row.to(tl.int64) * out_stride
-    column = operand_column(head[:, None] * SHAPE.head_dim + d[None, :])
+    column = operand_column(head[:, None] * SHAPE.out_dim + d[None, :])
     tl.store(out + (first + column), output.to(out.dtype.element_ty), mask=mask)
