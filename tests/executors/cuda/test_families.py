@@ -14,7 +14,7 @@ from tests.executors.cuda.half_reference import operands_in_halves
 from tests.executors.reference.plans import row
 from tests.fixture_files import FIXTURES
 
-from quire.core.errors import UnsupportedModelError
+from quire.core.errors import ConfigError, UnsupportedModelError
 from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.cuda.executor import check_fits
@@ -56,7 +56,9 @@ NEAR_TIES = {
     "deepseek": 4,
     "gemma4-experts": 3,
     "phimoe": 5,
+    "deepseek2": 9,
     "deepseek2-glm": 8,
+    "kimi_k2": 4,
 }
 PROMPT = (3, 1, 4, 1, 5, 9)
 
@@ -181,6 +183,16 @@ def test_norms_of_queries_and_keys_without_a_kernel_are_refused(
             check_fits(other, device="cpu")
 
 
+@pytest.mark.parametrize("kv_type", ["fp8", "int8"])
+def test_latent_attention_over_a_cache_in_bytes_is_refused(kv_type: Any, tmp_path: Path) -> None:
+    config = CudaConfig(num_blocks=4, device="cpu", kv_type=kv_type)
+    with (
+        load_in_bfloat(write_drawn("minicpm3", tmp_path)) as model,
+        pytest.raises(ConfigError, match=f"kv_cache_dtype is '{kv_type}'.* latent attention"),
+    ):
+        CudaExecutor(model, config)
+
+
 @pytest.mark.parametrize("change", STRONG.values(), ids=STRONG.keys())
 def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
     change: Callable[[ModelSpec], ModelSpec], tmp_path: Path
@@ -192,11 +204,12 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 # Between them: every span of head norms, both kinds of norm before and after halves or not at all,
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu,
 # ALiBi, layers of other heads, that share keys and values or have inputs of their own, experts
-# beside a dense feed-forward, chunks, experts whose input is weighed, a SparseMixer.
+# beside a dense feed-forward, chunks, experts whose input is weighed, a SparseMixer, latent
+# attention.
 SINGULAR = (
     *("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3"),
     *("gpt2", "gptneox", "apertus", "hunyuan-dense", "bloom"),
-    *("gemma4", "gemma4-experts", "llama4", "phimoe"),
+    *("gemma4", "gemma4-experts", "llama4", "phimoe", "deepseek2-lite", "mistral4"),
 )
 
 

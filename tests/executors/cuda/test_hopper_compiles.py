@@ -607,7 +607,7 @@ UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
     "case",
     [
         *("gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED),
-        *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
+        *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2", "deepseek2"),
     ],
 )
 def test_every_kernel_of_a_familys_step_compiles(
@@ -631,7 +631,10 @@ def test_every_kernel_of_a_familys_step_compiles(
         splits = launchers._Splits(
             launchers.split_buffers([spec], settings["max_split_tokens"], 4, "cpu")
         )
-        return launchers.PlainAttention(spec, splits, 16, options, exact=False)
+        dims = settings["latent_rope_dims"]
+        return launchers.PlainAttention(
+            spec, splits, 16, options, exact=False, latent_rope_dims=dims
+        )
 
     run = triton.JITFunction.run
     monkeypatch.setattr(triton.JITFunction, "run", compile_only)
@@ -649,8 +652,10 @@ def test_every_kernel_of_a_familys_step_compiles(
     body = decoders.BodyInput(integers, integers[0])
     decoder.run_body(decoders.BodyShape(4, 4), body, blocks)
     decoder.run_head(4, integers[0], integers[1])
-    assert names >= {"embed", "add_and_norm", "rope_and_store", "attend", "merge_splits", "gemm"}
-    assert (True in has_plain) == (case in ("bloom", "llama4"))
+    latent = {"store_latent", "divide_queries", "multiply_heads"}
+    assert names >= {"embed", "add_and_norm", "attend", "merge_splits", "gemm"}
+    assert names >= (latent if case == "deepseek2" else {"rope_and_store"})
+    assert (True in has_plain) == (case in ("bloom", "llama4", "deepseek2"))
     assert ("cap_logits" in names) == (case in ("gemma2", "gemma4"))
     assert ("gate_layer_input" in names) == ("make_layer_inputs" in names) == (case == "gemma4")
     assert ("add_normed" in names) == (case == "gemma4-experts")

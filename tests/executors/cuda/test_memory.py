@@ -30,7 +30,7 @@ from quire.model.spec import Attention, ModelSpec  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen3moe", "phi3", "gpt2", "gemma4", "gemma4-experts"]
+    "case", ["mixtral", "qwen3moe", "phi3", "gpt2", "gemma4", "gemma4-experts", "deepseek2"]
 )
 def test_what_weights_take_is_predicted_with_their_padding(case: str, tmp_path: Path) -> None:
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:

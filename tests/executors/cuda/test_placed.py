@@ -142,9 +142,13 @@ def test_what_stands_before_all_layers_or_behind_them_is_one_sides_own(
     check_between_both(write_drawn(case, tmp_path), opened_placed)
 
 
-@pytest.mark.parametrize("cpu_layers", [1, 2])
-def test_layers_of_other_heads_may_be_on_either_side(cpu_layers: int, tmp_path: Path) -> None:
-    path = write_drawn("gemma4-experts", tmp_path)
+@pytest.mark.parametrize(
+    ("case", "cpu_layers"), [("gemma4-experts", 1), ("gemma4-experts", 2), ("minicpm3", 1)]
+)
+def test_layers_of_other_heads_and_latent_attention_may_be_on_either_side(
+    case: str, cpu_layers: int, tmp_path: Path
+) -> None:
+    path = write_drawn(case, tmp_path)
     check_between_both(path, partial(opened_placed, cpu_layers=cpu_layers))
 
 

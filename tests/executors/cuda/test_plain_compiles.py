@@ -23,10 +23,18 @@ from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
 from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda import experts  # noqa: E402
 from quire.executors.cuda.expert_weights import Stack  # noqa: E402
-from quire.executors.cuda.gemm import PLAIN_TILINGS, PortableGemm  # noqa: E402
+from quire.executors.cuda.gemm import (  # noqa: E402
+    PLAIN_TILINGS,
+    PortableGemm,
+    factors,
+    head_tiling,
+    plane_pointers,
+)
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
+from quire.executors.cuda.kernels import latent as latents  # noqa: E402
+from quire.executors.cuda.weights import latent_groups  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)
 # A format is compiled for one GPU: it is decoded by the same code on all of them. What differs, the
@@ -102,6 +110,89 @@ def test_a_grouped_gemm_fits_every_gpu(
         print(capability, format_name, name, usage)
         assert usage.stack <= ONE_ADDRESS
         assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_heads"),
+    [*((capability, 128) for capability in CAPABILITIES), (90, 16), (90, 20), (90, 40)],
+)
+def test_latent_attention_fits_every_gpu(
+    capability: int, num_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek's sizes, and the heads of others."""
+    pretend(capability)
+    catch = caught(plain_attention, "attend", monkeypatch)
+    merge = caught(plain_attention, "merge_splits", monkeypatch)
+    groups = latent_groups(num_heads)
+    spec: Any = SimpleNamespace(num_heads=num_heads, num_kv_heads=groups, head_dim=512)
+    splits = launchers._Splits(launchers.split_buffers([spec], 4, 4, "cpu"))
+    options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
+    attention = launchers.PlainAttention(
+        spec, splits, 16, options, exact=False, latent_rope_dims=64
+    )
+    keys = torch.empty((8, 1, 16, 576), dtype=torch.bfloat16)
+    integers = torch.empty((5, 4), dtype=torch.int32)
+    inputs = launchers.AttentionInput(
+        queries=torch.empty((4, num_heads, 576), dtype=torch.bfloat16),
+        tables=integers[0],
+        tiles=plain_attention.TokenTiles(*integers),
+        out=torch.empty((4, num_heads * 512), dtype=torch.float16),
+    )
+    cache, layer = launchers.LayerCache(keys, keys), launchers.LayerAttention(0.1)
+    for num_splits in (0, 4):
+        attention.attend(inputs, cache, layer, num_splits)
+        usage, _ = compiled(catch.found, tmp_path)
+        print(capability, num_heads, num_splits, usage)
+        assert usage.stack <= ONE_ADDRESS
+        assert usage.shared <= SHARED_MEMORY_OF[capability]
+    assert compiled(merge.found, tmp_path)[0].stack <= ONE_ADDRESS
+
+
+@pytest.mark.parametrize("num_tokens", [shape.tokens for shape in PLAIN_TILINGS])
+@pytest.mark.parametrize(
+    ("format_name", "capability"),
+    [*(("Q8_0", capability) for capability in CAPABILITIES), ("Q4_K", 90), ("BF16", 90)],
+)
+def test_a_gemm_with_a_matrix_for_each_head_fits_every_gpu(
+    format_name: str,
+    capability: int,
+    num_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(capability)
+    catch = caught(latents, "multiply_heads", monkeypatch)
+    planes = made(format_name, 16 * 128, gated=False).segments[0].planes
+    tokens = torch.empty((num_tokens, 16, 512), dtype=torch.float16)
+    shape = head_tiling(num_tokens, exact=False)
+    for to, scales in ((torch.bfloat16, torch.empty(64)), (torch.float16, None)):
+        latents.multiply_heads[(2, 16, 1)](
+            tokens,
+            torch.empty((num_tokens, 16 * 128), dtype=to),
+            plane_pointers(planes),
+            factors(planes),
+            torch.empty(num_tokens, dtype=torch.int32),
+            scales,
+            num_tokens,
+            128,
+            planes.num_blocks,
+            16 * 128,
+            128,
+            ROWS=shape.rows,
+            TOKENS=shape.tokens,
+            FORMAT=planes.layout,
+            OPERAND_ORDER=scales is None,
+            EXACT=False,
+            PDL=capability >= 90,
+            launch_pdl=capability >= 90,
+            num_warps=shape.warps,
+            num_stages=shape.stages,
+        )
+        usage, listing = compiled(catch.found, tmp_path)
+        print(format_name, capability, num_tokens, usage)
+        assert usage.stack <= ONE_ADDRESS
+        assert usage.shared <= SHARED_MEMORY_OF[capability]
+        assert any(name in listing for name in ("HMMA", "HGMMA", "UTCHMMA"))
 
 
 @pytest.mark.parametrize(

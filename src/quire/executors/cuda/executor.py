@@ -50,9 +50,11 @@ from quire.executors.cuda.step_input import (
 )
 from quire.executors.cuda.tickets import CudaTicket, SampleRing, StepRow, StepRows, results_of
 from quire.executors.cuda.weights import check_model, load_weights, packed_bytes
+from quire.model.features import Feature
 from quire.model.kv_layout import KVLayout, one_group
 from quire.model.loading import Model
 from quire.model.parts import largest_of_layers
+from quire.model.spec import ModelSpec
 from quire.quant.formats import Floats
 
 _MAX_SPLIT_TOKENS = 16
@@ -88,6 +90,16 @@ def check_fits(model: Model, device: str = "cuda") -> None:
         check_weights(packed_bytes(model.tensors), largest, device)
 
 
+def check_cache(spec: ModelSpec, kv_type: KVType) -> None:
+    """Refuse a type of the KV cache that these kernels do not keep a model's in."""
+    has_latents = any(part.latent is not None for part in spec.attentions.values())
+    if has_latents and kv_type != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype is {kv_type!r}, but the {spec.family} model has {Feature.LATENT}, "
+            "whose vectors the CUDA executor keeps in bfloat16: use 'auto', or device='cpu'"
+        )
+
+
 class CudaExecutor(ExecutorBase):
     """Runs a model's block weights on one NVIDIA GPU (or, in tests, with Triton's interpreter)."""
 
@@ -105,6 +117,7 @@ class CudaExecutor(ExecutorBase):
         self._device = config.device
         self._is_gpu = config.device != "cpu"
         check_fits(model, self._device)
+        check_cache(spec, config.kv_type)
         with weights_memory(self._device, packed_bytes(model.tensors)):
             self._weights = load_weights(spec, model.tensors, self._device)
         gemm = gemm_for(self._device)
