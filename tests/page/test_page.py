@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +482,28 @@ def test_figures_fit_their_tiles(server: RunningServer, browser: Browser, width:
         return figure.getBoundingClientRect().right - range.getBoundingClientRect().right;
     """
     assert browser.run(room) > 6, "beside the padding"
+
+
+def test_times_under_the_lanes_do_not_touch_on_a_phone(
+    server: RunningServer, browser: Browser
+) -> None:
+    browser.before_load("""
+        const paint = CanvasRenderingContext2D.prototype.fillText;
+        window.times = {};
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+            const { width } = this.measureText(text);
+            const left = x - { center: width / 2, right: width, left: 0 }[this.textAlign];
+            if (/now|ago/.test(text)) window.times[text] = [left, left + width];
+            paint.call(this, text, x, y);
+        };
+    """)
+    browser.size(360, 700, is_phone=True)
+    browser.open(server.url)
+    browser.click("#tab-engine")
+    browser.wait(lambda: browser.run("return 'now' in window.times"))
+    times = sorted(browser.run("return Object.values(window.times)"))
+    assert len(times) > 1
+    assert all(left - right >= 8 for (_, right), (left, _) in pairwise(times))
 
 
 def test_it_fits_a_phone(server: RunningServer, browser: Browser) -> None:

@@ -313,10 +313,11 @@ export class EngineView {
       const top = bar.lane * pitch + Math.round((pitch - tall) / 2);
       pen.fillStyle = bar.kind === "chunk" ? c.chunk : c.decode;
       round(pen, left, top, Math.max(1.5, right - left), tall, Math.min(3, tall / 2));
-      if (bar.kind === "chunk" && right - left > 26 && pitch >= 13) {
+      if (bar.kind === "chunk" && pitch >= 13) {
         pen.fillStyle = c.panel;
         pen.font = "600 10px system-ui, sans-serif";
-        pen.fillText(bar.tokens, left + 5, top + tall / 2 + 3.5);
+        const fits = pen.measureText(bar.tokens).width + 10 <= right - left;
+        if (fits) pen.fillText(bar.tokens, left + 5, top + tall / 2 + 3.5);
       }
     }
     this.#drawStepLines(pen, now, x, scale, count * pitch);
@@ -462,7 +463,8 @@ function axis(pen, colour, width, height, scale) {
   pen.fillStyle = colour;
   pen.font = "10px system-ui, sans-serif";
   pen.textAlign = "center";
-  for (let ago = 2; ago < WINDOW_S; ago += 2) pen.fillText(`${ago} s ago`, width - ago * scale, height - 4);
+  const each = 2 * scale < pen.measureText("8 s ago").width + 8 ? 4 : 2; // seconds from label to label
+  for (let ago = each; ago < WINDOW_S; ago += each) pen.fillText(`${ago} s ago`, width - ago * scale, height - 4);
   pen.textAlign = "right";
   pen.fillText("now", width, height - 4);
   pen.textAlign = "left";
