@@ -1440,6 +1440,17 @@ def test_a_server_whose_memory_no_model_fits_does_not_start(folder: Path, tmp_pa
     assert "quire: --model-memory is 1.0 KiB, and red alone, of all models the" in run.err
 
 
+def test_a_folder_in_which_no_model_can_be_served_is_refused(tmp_path: Path) -> None:
+    models = tmp_path / "models"
+    models.mkdir()
+    (models / "broken.gguf").write_bytes(b"no model")
+    run = quire("serve", "--models", models, "--port", "0", "--state", tmp_path, *SMALL)
+    assert run.code == 1
+    assert "model_left_out" in run.err and "broken.gguf is no model" in run.err
+    assert run.err.splitlines()[-1].startswith("quire: there is no model that can be served")
+    assert "Traceback" not in run.err
+
+
 def test_an_unknown_option_behind_a_second_model_is_refused(folder: Path) -> None:
     run = quire("serve", folder / "red", "--port", "0", folder / "green", "--no-such")
     assert run.code == 2 and "--no-such" in run.err

@@ -293,7 +293,7 @@ class Service:
 
     async def _look_at_models(self, residency: Residency) -> None:
         """Predict what each takes; one that cannot be served is left out."""
-        self.models = [model for model in self.models if await self.enter(residency, model)]
+        entered = [model for model in self.models if await self.enter(residency, model)]
         try:
             residency.check_models()
         except ConfigError as error:
@@ -301,6 +301,7 @@ class Service:
             self._state = State.FAILED
             self.has_ended.set()
             return
+        self.models = entered
         self._state = State.READY
         residency.start()
         if self._folder is not None:
