@@ -116,6 +116,10 @@ def test_a_wrong_call_says_how_it_is_done_and_exits_with_2(arguments: list[str])
         (["generate", "What is gravity?"], "did you mean --prompt 'What is gravity?'?"),
         (["generate", "--max-tokenz=3"], "did you mean --max-tokens?"),
         (["chat", "model.gguf"], "did you mean --model model.gguf?"),
+        (["serv"], "did you mean serve?"),
+        (["bench", "laten"], "did you mean latency?"),
+        (["convert", "a", "b", "--to", "TQ20"], "did you mean TQ2_0?"),
+        (["serve", "--api-key", "x"], "unrecognized arguments: --api-key (did you mean"),
     ],
 )
 def test_an_unknown_argument_is_met_with_what_it_may_mean(arguments: list[str], hint: str) -> None:

@@ -239,6 +239,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does, with the choice that a wrong one may have been meant as."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), map(str, action.choices or ()), 1)
+            if near:
+                error.message += f"; did you mean {near[0]}?"
+            raise
+
     def _print_message(self, message: str, file: Any = None) -> None:
         """argparse itself ignores that help cannot be written."""
         if file is sys.stdout:
@@ -251,7 +261,8 @@ class CommandParser(_Parser):
     """A command's parser, which gets its options once the command line names the command."""
 
     def __init__(self, *, command: Command | None = None, **more: Any) -> None:
-        super().__init__(**more)
+        # An abbreviated option could mean another one of another server: --api-key, of --api-keys.
+        super().__init__(allow_abbrev=False, **more)
         self._pending = command  # None for subcommands, which a command's options bring
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
