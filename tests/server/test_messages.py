@@ -117,7 +117,7 @@ def test_a_form_of_the_answer_has_two_names() -> None:
     ("settings", "asked", "effort", "budget"),
     [
         (ReasoningSettings(), "low", "low", 2000),
-        (ReasoningSettings(), "max", "xhigh", 2000),
+        (ReasoningSettings(), "max", "max", 2000),
         (ReasoningSettings(has_effort=False), "high", None, 2000),
         (ReasoningSettings(has_effort=False), "low", "low", 2000),  # the template refuses it
         (ReasoningSettings(has_effort=False, has_reasoning=False), "low", None, None),
@@ -158,7 +158,10 @@ def test_a_model_that_does_not_think_takes_what_limits_its_thoughts(tiny: Runnin
         ),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content is empty"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content must be text or"),
-        ({"tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
+        (
+            {"tools": [TOOL, {"type": "web_search_20250305", "name": "w", "max_uses": 3}]},
+            'tools[1] has the type "web_search_20250305"',
+        ),
         ({"tool_choice": {"type": "any"}}, "there are no tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs a name"),
         ({"thinking": {"type": "enabled"}}, "needs budget_tokens"),
@@ -378,3 +381,8 @@ def test_paths_below_have_its_errors(fake: RunningServer) -> None:
     refused = fake.post("/v1/messages", body_of(model="claude"))
     assert refused.status == 404
     assert refused.json["error"]["type"] == "not_found_error"
+
+
+def test_a_tool_of_the_clients_own_may_name_its_type(fake: RunningServer) -> None:
+    for kind in ({"type": "custom"}, {"type": None}, {}):
+        assert fake.post("/v1/messages", body_of(tools=[{**TOOL, **kind}])).status == 200

@@ -217,3 +217,16 @@ def test_many_random_requests_are_answered_as_described(
 def test_the_server_is_sound_after_all_that(fuzzed: RunningServer) -> None:
     fuzzed.wait_until_idle()
     assert fuzzed.chat(max_tokens=2).status == 200
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_minus_one_token_at_most_is_no_limit(fake: RunningServer, name: str) -> None:
+    """As LM Studio's and llama.cpp's clients say it."""
+    asked = {"seed": 1, "temperature": 0}
+    expected = fake.chat(**asked).json["choices"][0]["message"]
+    assert fake.chat(**asked, **{name: -1}).json["choices"][0]["message"] == expected
+    assert "must be at least" in fake.chat(**{name: -2}).error["message"]
+
+
+def test_another_apis_name_of_a_field_is_met_with_the_one_here(fake: RunningServer) -> None:
+    assert "did you mean seed?" in fake.chat(random_seed=1).error["message"]

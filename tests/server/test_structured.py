@@ -53,6 +53,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
         },
         fits,
     ),
+    ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, fits),
     ({"response_format": {"type": "json_object"}}, is_object),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, fits),
     ({"response_format": {"type": "json_object", "value": SCHEMA}}, fits),
@@ -135,6 +136,18 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         {"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}},
         "response_format",
         "give one of them",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "needs one json_schema"),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": SCHEMA},
+                "schema": SCHEMA,
+            }
+        },
+        "response_format",
+        "needs one json_schema",
     ),
     ({"guided_regex": "a" * 600_000}, "guided_regex", "the limit is 524288"),
 ]

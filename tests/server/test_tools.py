@@ -243,6 +243,11 @@ def test_a_stop_string_ends_the_text_before_the_call(hermes: Scripted) -> None:
 # ---- the choice of tools
 
 
+def test_a_tool_may_leave_out_its_type(hermes: Scripted) -> None:
+    [tool] = SHORT
+    assert hermes.prompt(tools=[{"function": tool["function"]}]) == hermes.prompt(tools=SHORT)
+
+
 def test_no_tools_are_shown_where_none_may_be_called(hermes: Scripted) -> None:
     assert "weather" in hermes.prompt()
     assert "weather" not in hermes.prompt(tool_choice="none")
@@ -426,6 +431,38 @@ def test_effort_is_what_the_template_makes_of_it(hermes: Scripted, harmony: Scri
     assert hermes.prompt(reasoning_effort="high").endswith("[assistant]")
     assert harmony.prompt(reasoning_effort="high").startswith("Reasoning: high")
     assert harmony.prompt(reasoning_effort="minimal").startswith("Reasoning: low")
+    assert harmony.prompt(reasoning_effort="max").startswith("Reasoning: high")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "end"),
+    [
+        ({"effort": "none"}, "[assistant]<think></think>"),
+        ({"enabled": False}, "[assistant]<think></think>"),
+        ({"effort": "high"}, "[assistant]"),
+        ({"enabled": True}, "[assistant]"),
+    ],
+)
+def test_reasoning_says_what_other_fields_say(
+    hermes: Scripted, reasoning: dict[str, Any], end: str
+) -> None:
+    """As Ollama's chat completions and OpenRouter's clients have it."""
+    assert hermes.prompt(extra_body={"reasoning": reasoning}).endswith(end)
+
+
+def test_thoughts_are_cut_and_left_out_by_reasoning(hermes: Scripted) -> None:
+    hermes.says("<think>One two three four five six</think>Yes.")
+    [whole, cut, left_out] = [
+        hermes.ask(extra_body={"reasoning": reasoning}).choices[0].message
+        for reasoning in ({}, {"max_tokens": 4}, {"exclude": True})
+    ]
+    assert len(cut.reasoning_content) < len(whole.reasoning_content)
+    assert not hasattr(left_out, "reasoning_content") and left_out.content == "Yes."
+
+
+def test_reasoning_must_agree_with_the_fields_that_say_the_same(hermes: Scripted) -> None:
+    with pytest.raises(openai.BadRequestError, match="reasoning and reasoning_effort differ"):
+        hermes.ask(reasoning_effort="low", extra_body={"reasoning": {"effort": "high"}})
 
 
 def test_effort_is_refused_where_the_template_has_no_setting(plain: Scripted) -> None:

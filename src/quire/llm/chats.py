@@ -29,7 +29,7 @@ Tools = Sequence[Mapping[str, object]]  # descriptions of functions, as in OpenA
 TemplateVariables = Mapping[str, object]  # of a chat template, such as enable_thinking
 ToolChoice = str | Mapping[str, object]  # "auto", "none", "required", or OpenAI's objects
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TOOLS = 512
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _SWITCHES = ("enable_thinking", "thinking")  # variables by which templates turn reasoning off
@@ -248,7 +248,7 @@ class ChatForms:
             name: effort != "none" for name in _SWITCHES if _mentions(source, name)
         }
         if _mentions(source, "reasoning_effort"):
-            levels = {"none": "low", "minimal": "low", "xhigh": "high"}
+            levels = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}
             found["reasoning_effort"] = levels.get(effort, effort)
         return found
 

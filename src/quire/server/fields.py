@@ -46,6 +46,7 @@ _SAME_MEANING = (
     ("system", "instructions"),
     ("response_format", "text", "output_config"),
     ("reasoning_effort", "reasoning", "thinking"),
+    ("seed", "random_seed"),
 )
 
 

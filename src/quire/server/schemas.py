@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -12,6 +12,7 @@ from pydantic import (
     Tag,
     ValidationError,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import InitErrorDetails, PydanticKnownError
 
@@ -32,7 +33,7 @@ from quire.server.client_fields import (
     EmbeddingClientFields,
     GenerationClientFields,
 )
-from quire.server.fields import Refused, Strict, accepted, refused
+from quire.server.fields import Refused, Strict, accepted, field_error, refused
 from quire.server.sampler_fields import SamplerFields
 
 MAX_PROMPTS = 256  # of one request
@@ -44,6 +45,7 @@ _SLICE = 16_384  # items that are checked in one call, during which nothing else
 
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 _PREFIXES = "prefixes are reused by what they hold, and the answer is the same with and without"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Field(ge=0, le=_MOST)]
 TokenText = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
 
@@ -63,6 +65,11 @@ def _in_slices(ids: Any, check: Callable[[Any], list[int]]) -> list[int]:
             )
             raise ValidationError.from_exception_data("body", [details]) from None
     return ids
+
+
+def _or_no_limit(number: Any) -> Any:
+    """llama.cpp's and LM Studio's clients say -1 for no limit."""
+    return None if number == -1 else number
 
 
 def _few_biases(biases: Any) -> Any:
@@ -133,7 +140,10 @@ class JsonSchema(Strict):
 
 class JsonSchemaFormat(Strict):
     type: Literal["json_schema"] = Field(description="JSON that the schema allows")
-    json_schema: JsonSchema = Field(description="the schema")
+    json_schema: JsonSchema | None = Field(default=None, description="the schema")
+    schema_: dict[str, Any] | None = Field(
+        default=None, alias="schema", description="llama.cpp's: the schema without a wrapper"
+    )
 
 
 def _kind_of_format(given: Any) -> str | None:
@@ -179,11 +189,11 @@ class CommonFields(Strict):
 class Generation(CommonFields, SamplerFields, GenerationClientFields):
     """What chat and plain completions share."""
 
-    max_tokens: int | None = Field(
+    max_tokens: Annotated[
+        Annotated[int, Field(ge=0, le=_MOST)] | None, BeforeValidator(_or_no_limit)
+    ] = Field(
         default=None,
-        ge=0,
-        le=_MOST,
-        description="left out: until the model ends it or the context is full; "
+        description="left out, or -1: until the model ends it or the context is full; "
         "0: no token, only the prompt's log-probabilities",
     )
     temperature: float | None = Field(
@@ -376,11 +386,18 @@ _SAMPLED = (
 
 def _of_format(given: JsonObjectFormat | JsonSchemaFormat) -> Constraint:
     if isinstance(given, JsonSchemaFormat):
-        return Constraint.json(given.json_schema.schema_)
+        return _of_schema(given)
     if given.schema_ is not None and given.value is not None:
         raise RequestError("response_format has a schema and a value: give one of them")
     schema = given.value if given.schema_ is None else given.schema_
     return Constraint.json_object() if schema is None else Constraint.json(schema)
+
+
+def _of_schema(given: JsonSchemaFormat) -> Constraint:
+    wrapped = None if given.json_schema is None else given.json_schema.schema_
+    if (wrapped is None) == (given.schema_ is None):
+        raise RequestError("response_format of the type json_schema needs one json_schema")
+    return Constraint.json(given.schema_ if wrapped is None else wrapped)
 
 
 def _of_structured(given: StructuredOutputs) -> Constraint:
@@ -463,9 +480,35 @@ class FunctionDescription(Strict):
 class Tool(Strict):
     """A function that the model may call."""
 
-    type: Literal["function"] = Field(description="there are no other tools")
+    type: Literal["function"] = Field(
+        default="function", description="may be left out: there are no other tools"
+    )
     function: FunctionDescription = Field(description="its name and arguments")
     cache_control: dict[str, Any] | None = accepted(_PREFIXES)
+
+
+class ReasoningChoice(Strict):
+    """How much the model thinks, and whether that is shown."""
+
+    effort: Effort | None = Field(default=None, description="as reasoning_effort")
+    enabled: bool | None = Field(
+        default=None, description="without an effort: true is medium, false is none"
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=0, le=_MOST, description="as thinking_token_budget"
+    )
+    exclude: bool | None = Field(default=None, description="true: as include_reasoning: false")
+
+    @property
+    def as_fields(self) -> dict[str, Any]:
+        """Those of ChatRequest that say the same."""
+        effort = {True: "medium", False: "none", None: None}[self.enabled]
+        found = {
+            "reasoning_effort": self.effort or effort,
+            "thinking_token_budget": self.max_tokens,
+            "include_reasoning": False if self.exclude else None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 class ChatRequest(Generation, ChatClientFields):
@@ -475,9 +518,9 @@ class ChatRequest(Generation, ChatClientFields):
         fail_fast=True,
         description="the conversation so far; the answer is its next message",
     )
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=_MOST, description="another name of max_tokens"
-    )
+    max_completion_tokens: Annotated[
+        Annotated[int, Field(ge=1, le=_MOST)] | None, BeforeValidator(_or_no_limit)
+    ] = Field(default=None, description="another name of max_tokens")
     logprobs: bool | None = Field(default=None, description="of the answer's tokens")
     top_logprobs: int | None = Field(
         default=None, ge=0, le=MAX_LOGPROBS, description="of as many of the likeliest tokens"
@@ -507,7 +550,7 @@ class ChatRequest(Generation, ChatClientFields):
     parallel_tool_calls: bool | None = Field(
         default=None, description="false: at most one call in an answer that must call"
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         default=None, description="as far as the model's template has such a setting"
     )
     include_reasoning: bool | None = Field(
@@ -516,10 +559,24 @@ class ChatRequest(Generation, ChatClientFields):
     thinking_token_budget: int | None = Field(
         default=None, ge=0, le=_MOST, description="tokens of reasoning; then its end is forced"
     )
+    reasoning: ReasoningChoice | None = Field(
+        default=None, description="Ollama's and OpenRouter's form of the three fields before it"
+    )
 
     function_call: Refused = refused("it is the old name: use tool_choice", "none", "auto")
     functions: Refused = refused("it is the old name: use tools", [])
     modalities: Refused = refused("quire works with text alone", ["text"])
+
+    @model_validator(mode="after")
+    def _read_reasoning(self) -> Self:
+        """Give each part of `reasoning` to the field that means the same."""
+        parts = {} if self.reasoning is None else self.reasoning.as_fields
+        for name, value in parts.items():
+            if getattr(self, name) not in (None, value):
+                words = f"and {name} differ: give one of them"
+                raise field_error("conflict", words, "reasoning")
+            setattr(self, name, value)
+        return self
 
 
 class CompletionRequest(Generation, CompletionClientFields):

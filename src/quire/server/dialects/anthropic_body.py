@@ -128,9 +128,7 @@ MessageParam = Annotated[
 
 
 class Tool(Strict):
-    type: Literal["custom"] | None = Field(
-        default=None, description=f"custom or left out; others are refused: {_NO_SERVER_TOOLS}"
-    )
+    type: Literal["custom"] | None = Field(default=None, description="custom, or left out")
     name: Name = Field(description="what the model calls it")
     description: str | None = Field(default=None, description="shown to the model")
     input_schema: dict[str, Any] = Field(description="a JSON schema of its arguments")
@@ -140,6 +138,18 @@ class Tool(Strict):
     allowed_callers: Refused = refused("the model alone calls tools", ["direct"])
     defer_loading: Refused = refused("the model sees all tools from the start", False)
     input_examples: Refused = refused("write them into the description", [])
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("tool custom")],
+    ByField(
+        "type",
+        "tool",
+        ["custom"],
+        f"{_NO_SERVER_TOOLS}: give a tool of your own a name and an input_schema",
+        default="custom",
+    ),
+]
 
 
 class ToolChoice(Strict):
@@ -233,7 +243,7 @@ class ConversationFields(CommonFields):
         description="the conversation; where the last is the assistant's, the answer continues it",
     )
     system: TextOrBlocks | None = Field(default=None, description="text or text blocks")
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = Field(
         default=None, description="what the model may call"
     )
     tool_choice: ToolChoice | None = Field(default=None, description="whether it must")
@@ -492,4 +502,4 @@ def _effort(effort: str | None, settings: ReasoningSettings) -> str | None:
     effort of a model that does not think."""
     if not settings.has_effort and (effort == _USUAL_EFFORT or not settings.has_reasoning):
         return None
-    return "xhigh" if effort == "max" else effort
+    return effort

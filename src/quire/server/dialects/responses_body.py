@@ -15,7 +15,7 @@ from quire.server.dialect import chat_request
 from quire.server.dialects.unions import LIST, TEXT, ByField, text_or_list
 from quire.server.errors import ApiError
 from quire.server.fields import Refused, Strict, accepted, refused
-from quire.server.schemas import ChatRequest, CommonFields
+from quire.server.schemas import ChatRequest, CommonFields, Effort
 
 MAX_ITEMS = 8192
 MAX_PARTS = 4096
@@ -249,7 +249,7 @@ class TextConfig(Strict):
 
 
 class Reasoning(Strict):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    effort: Effort | None = Field(
         default=None, description="how much to think, as reasoning_effort of a chat"
     )
     summary: Literal["auto", "concise", "detailed"] | None = accepted(
@@ -413,9 +413,8 @@ def prompt_fields(body: PromptFields, items: Sequence[Item]) -> dict[str, Any]:
         **_tool_fields(body),
         **_format_fields(body),
     }
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        effort = body.reasoning.effort
-        given["reasoning_effort"] = "xhigh" if effort == "max" else effort
+    if body.reasoning is not None:
+        given["reasoning_effort"] = body.reasoning.effort
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -53,11 +53,15 @@ class ByField:
     def _tag(self, given: Any) -> str | None:
         if self._or_text and isinstance(given, str):
             return TEXT.tag
-        kind = given.get(self._name, self._default) if isinstance(given, dict) else None
+        kind = self._kind(given)
         return f"{self._what} {kind}" if isinstance(kind, str) else None
 
+    def _kind(self, given: Any) -> Any:
+        kind = given.get(self._name) if isinstance(given, dict) else None
+        return self._default if kind is None and isinstance(given, dict) else kind
+
     def _check(self, given: Any) -> Any:
-        kind = given.get(self._name, self._default) if isinstance(given, dict) else None
+        kind = self._kind(given)
         if not isinstance(kind, str) or kind in self._kinds:
             return given
         sound = kind[:64].encode("utf-8", "replace").decode()
