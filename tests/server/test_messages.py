@@ -1,6 +1,7 @@
 """Anthropic's Messages API: what a body means as a chat, and answers in its shapes."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +382,17 @@ def test_paths_below_have_its_errors(fake: RunningServer) -> None:
     refused = fake.post("/v1/messages", body_of(model="claude"))
     assert refused.status == 404
     assert refused.json["error"]["type"] == "not_found_error"
+
+
+def test_anthropics_clients_get_models_in_their_shape(fake: RunningServer) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = fake.get("/v1/models?limit=1000", headers).json
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (NAME, NAME, False)
+    [model] = listed["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", NAME, NAME)
+    assert datetime.fromisoformat(model["created_at"]).tzinfo is not None
+    assert fake.get(f"/v1/models/{NAME}", headers).json == model
+    assert fake.get("/v1/models").json["object"] == "list"
 
 
 def test_a_tool_of_the_clients_own_may_name_its_type(fake: RunningServer) -> None:

@@ -28,6 +28,13 @@ from quire.server.dialects.anthropic_answer import (
     count_tokens,
 )
 from quire.server.dialects.anthropic_body import CountTokensRequest
+from quire.server.dialects.anthropic_models import (
+    MessagesModel,
+    MessagesModelList,
+    asks_as_anthropic,
+    messages_model,
+    messages_models,
+)
 from quire.server.dialects.ollama_answer import (
     OLLAMA_ERRORS,
     GenerateReply,
@@ -494,12 +501,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return ModelCard(id=name, created=int(model.loaded_at), max_model_len=longest)
 
     @app.get("/v1/models", summary="The names of the models", responses=error_responses(503))
-    async def models() -> ModelList:
-        return ModelList(data=[card(m, name) for m in service.models for name in m.model_names])
+    async def models(request: Request) -> ModelList | MessagesModelList:
+        cards = [card(m, name) for m in service.models for name in m.model_names]
+        return messages_models(cards) if asks_as_anthropic(request) else ModelList(data=cards)
 
     @app.get("/v1/models/{name:path}", summary="One of them", responses=error_responses(404, 503))
-    async def model(name: str) -> ModelCard:
-        return card(service.model_of(name), name)
+    async def model(name: str, request: Request) -> ModelCard | MessagesModel:
+        found = card(service.model_of(name), name)
+        return messages_model(found) if asks_as_anthropic(request) else found
 
 
 _NOT_READY: Responses = {503: {"model": Readiness, "description": "not now"}}
