@@ -1,5 +1,6 @@
 """Kernels in CUDA C++: the cache of what was compiled, and calls that fail. Nothing is launched."""
 
+import ctypes
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
+
+import torch
+from triton.runtime.cache import FileCacheManager
 
 from quire.executors.cuda import compiling, cuda_source
 from quire.executors.cuda.cuda_source import CudaError, cached_cubin
@@ -73,6 +77,49 @@ def test_what_does_not_compile_leaves_no_file(cache: Path) -> None:
     with pytest.raises(CudaError, match="no such instruction"):
         cached_cubin("a", "a.cu", FakeCompiler("no such instruction"))
     assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("fails", ["__init__", "put", "get_file"])
+def test_a_cache_that_cannot_be_used_is_none(
+    fails: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise PermissionError("read-only file system")
+
+    monkeypatch.setattr(FileCacheManager, fails, fail)
+    compiler = FakeCompiler()
+    assert cached_cubin("a", "a.cu", compiler) == cached_cubin("a", "a.cu", compiler)
+    assert compiler.count == 2
+
+
+def test_a_file_that_is_removed_meanwhile_is_compiled_again(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = FakeCompiler()
+    monkeypatch.setattr(FileCacheManager, "get_file", lambda *_: str(cache / "gone"))
+    assert cached_cubin("a", "a.cu", compiler) == b"cubin of a"
+
+
+def test_a_compiler_whose_second_library_cannot_be_loaded_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "nvidia" / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    for name in ("libnvrtc.so.13", "libnvrtc-builtins.so.13.0"):
+        (folder / name).touch()
+    opened: list[str] = []
+
+    def load(name: str) -> object:
+        opened.append(Path(name).name)
+        if name != str(folder / "libnvrtc.so.13"):
+            raise OSError("invalid ELF header")
+        return object()
+
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(CudaError, match="is not found"):
+        cuda_source.Nvrtc()
+    assert opened[:2] == ["libnvrtc.so.13", "libnvrtc-builtins.so.13.0"]
 
 
 def test_a_call_that_fails_says_which_and_why(monkeypatch: pytest.MonkeyPatch) -> None:

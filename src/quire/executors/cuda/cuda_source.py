@@ -8,6 +8,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,29 +100,33 @@ def _find_nvrtc() -> ctypes.CDLL:
         for file in (*sorted(packages.glob(f"*/lib/{name}")), Path(name)):
             try:
                 library = ctypes.CDLL(str(file))
+                # It opens its second library by name alone, which finds it where it is loaded.
+                if file.is_absolute():
+                    for builtins in file.parent.glob("libnvrtc-builtins.so.*"):
+                        ctypes.CDLL(str(builtins))
             except OSError:
                 continue
-            # It opens its second library by name alone, which finds it where it is loaded.
-            if file.is_absolute():
-                for builtins in file.parent.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(builtins))
             return library
     raise CudaError(f"{names[0]} is not found")
 
 
 def cached_cubin(source: str, file_name: str, compiler: Compiler) -> bytes:
     """From the cache, or compiled and stored there: the file's digest, then the cubin. A file that
-    is not what was written is compiled again."""
+    is not what was written is compiled again, and what cannot be stored is compiled at each start.
+    """
     key = repr((source, OPTIONS, compiler.version)).encode()
-    cache = get_cache_manager(hashlib.sha256(key).hexdigest())
-    path = cache.get_file(_CACHED)
-    if path is not None:
-        stored = Path(path).read_bytes()
-        digest, cubin = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-        if hashlib.sha256(cubin).digest() == digest:
-            return cubin
+    cache, stored = None, b""
+    with suppress(OSError):  # a folder that cannot be made, a file that another process removes
+        cache = get_cache_manager(hashlib.sha256(key).hexdigest())
+        path = cache.get_file(_CACHED)
+        stored = b"" if path is None else Path(path).read_bytes()
+    digest, cubin = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
+    if stored and hashlib.sha256(cubin).digest() == digest:
+        return cubin
     cubin = compiler.compile(source, file_name)
-    cache.put(hashlib.sha256(cubin).digest() + cubin, _CACHED)  # replaces the file at once
+    if cache is not None:
+        with suppress(OSError):
+            cache.put(hashlib.sha256(cubin).digest() + cubin, _CACHED)  # replaces the file at once
     return cubin
 
 
