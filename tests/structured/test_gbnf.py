@@ -8,6 +8,7 @@ from tests.structured.walks import grammars_of
 from quire.core.errors import RequestError
 from quire.core.sampling import Constraint, SamplingParams
 from quire.structured.checker_worker import Checker, grammar_of
+from quire.structured.gbnf import lark_of
 
 CHECKER = Checker()
 
@@ -32,6 +33,11 @@ CASES: list[tuple[str, str, list[str], list[str]]] = [
     ("recursion", 'root ::= "a" | "(" root ")"', ["a", "((a))"], ["(a", ")"]),
     ("recursion on the left", 'root ::= root "a" | "b"', ["baa"], ["a"]),
     ("recursion by another rule", 'root ::= "a" x?\nx ::= "-" root', ["a-a-a"], ["a-"]),
+    ("loops", 'root ::= x "a"\nx ::= "" | [ab] x | "c" x', ["a", "abca"], ["b", "c"]),
+    ("loops from the left", 'root ::= root "," x | x\nx ::= x x | "a"', ["a", "aa,a"], ["a,", ","]),
+    ("loops of rules", 'root ::= "(" r ")"\nr ::= root r | "x" | r', ["(x)", "((x)(x)x)"], ["()"]),
+    ("a rule that is itself", 'root ::= root | ("a" | "b") root | "c"', ["c", "abc"], ["a"]),
+    ("itself in the middle", 'root ::= "a" root "b" | "c" root | ""', ["acb", "cacb"], ["ca"]),
     ("times", 'root ::= "a"{2} "b"{1,} "c"{0,2} "d"{,1}', ["aab", "aabbccd"], ["ab", "aabcccd"]),
     ("times of times", 'root ::= ([0-9]+)? ("a"{2}){2} "b"?*', ["aaaa", "12aaaabb"], ["aa"]),
     ("nothing", 'root ::= "" | "a" |', ["", "a"], ["b"]),
@@ -67,6 +73,23 @@ CASES: list[tuple[str, str, list[str], list[str]]] = [
 def test_a_grammar_takes_its_texts(grammar: str, taken: list[str], refused: list[str]) -> None:
     assert [takes(grammar, text) for text in taken] == [True] * len(taken)
     assert [takes(grammar, text) for text in refused] == [False] * len(refused)
+
+
+STRINGS = r"""
+root ::= "[" (string ("," string)*)? "]"
+string ::= "\"" rest
+rest ::= "\"" | [^"\\\x00-\x1F] rest | "\\" escape rest
+escape ::= ["\\/bfnrt] | "u" hex hex hex hex
+hex ::= [0-9A-Fa-f]
+"""
+
+
+def test_what_recurs_at_the_end_alone_is_no_recursion() -> None:
+    """Of a terminal, masks are found without parsing each token's characters."""
+    lark = lark_of(STRINGS)
+    assert "start: RULE_0\n" in lark and "rule_" not in lark
+    assert takes(STRINGS, r'["a\"b","\u00e9",""]')
+    assert not takes(STRINGS, r'["a\"]')
 
 
 def test_lark_may_have_texts_like_rules() -> None:

@@ -2,7 +2,8 @@
 
 llguidance's lexer takes the longest match: a terminal of any number of spaces leaves none to a
 literal that begins with one. So a grammar without recursion becomes one terminal, within which
-every way to match counts; of another one the rules without recursion become terminals.
+every way to match counts; of another one the rules without recursion become terminals. A rule that
+uses itself at its end or begin alone has none: it is written as a loop.
 
 A rule ends where the next one begins, so that alternatives may stand in lines of their own, as in
 xgrammar's EBNF. Of two rules with one name the last one holds, as in llama.cpp.
@@ -49,7 +50,7 @@ def is_gbnf(text: str) -> bool:
 
 def lark_of(text: str) -> str:
     """A ValueError says what is wrong, and where."""
-    rules = _Parser(text).rules()
+    rules = {name: _as_loop(name, pieces) for name, pieces in _Parser(text).rules().items()}
     if "root" not in rules:
         raise ValueError("there is no rule 'root'")
     uses = {name: [piece for piece in rules[name] if isinstance(piece, _Use)] for name in rules}
@@ -66,6 +67,35 @@ def lark_of(text: str) -> str:
         written = [names[piece] if isinstance(piece, _Use) else piece for piece in pieces]
         lines.append(f"{names[name]}: {' '.join(written)}")
     return "\n".join(lines)
+
+
+def _as_loop(name: str, pieces: Pieces) -> Pieces:
+    """A rule that uses itself at the end of alternatives, or at their begin, without recursion: of
+    single characters, as in a string's rest, it would make a mask cost a parse of each token."""
+    alternatives: list[Pieces] = [[]]
+    depth = 0
+    for piece in pieces:
+        depth += (piece == "(") - (piece == ")")
+        if piece == "|" and not depth:
+            alternatives.append([])
+        else:
+            alternatives[-1].append(piece)
+    own = [each for each in alternatives if name in each]
+    once = _any_of([each for each in alternatives if name not in each])
+    for end in (-1, 0):
+        if own and once and all(each.count(name) == 1 and each[end] == name for each in own):
+            steps = _any_of([each[:-1] if end else each[1:] for each in own if len(each) > 1])
+            loop = [*steps, "*"] if steps else []
+            return loop + once if end else once + loop
+    return pieces
+
+
+def _any_of(alternatives: Sequence[Pieces]) -> Pieces:
+    """Nothing where there are none."""
+    found: Pieces = []
+    for each in alternatives:
+        found += ["|" if found else "(", *each]
+    return [*found, ")"] if found else []
 
 
 def _without_recursion(uses: Mapping[str, Sequence[str]]) -> set[str]:
