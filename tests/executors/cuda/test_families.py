@@ -44,6 +44,7 @@ ON_CUDA = {  # of the drawn families
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
     *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
     *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
+    "afmoe",
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}

@@ -595,17 +595,19 @@ def test_routing_and_grouping_compile_without_spilled_registers(
 
 
 UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
+GATED = ("afmoe",)  # what attention leaves
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED]
+    "case",
+    ["gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED, *GATED],
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
     feed-forwards without a gate; queries scaled by position; learned positions; norms
-    after rope; ALiBi, and a norm after the embedding."""
+    after rope; ALiBi, and a norm after the embedding; gates on what attention leaves."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -639,6 +641,7 @@ def test_every_kernel_of_a_familys_step_compiles(
     assert ("cap_logits" in names) == (case == "gemma2")
     assert ("gate" in names) == (case in UNGATED)
     assert ("norm_hidden" in names) == (case == "bloom")
+    assert ("gate_attention" in names) == (case in GATED)
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 
 

@@ -26,7 +26,7 @@ from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gemm as gemm_kernels
-from quire.executors.cuda.kernels import layers, ternary
+from quire.executors.cuda.kernels import gates, layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.planes import Array, operand_order, padded
 from quire.executors.cuda.weights import (
@@ -46,6 +46,7 @@ _BYTE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}  # fp8: the bits of an e
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _SCALED_COLUMNS = 1024  # of a gated vector, at once
+_GATE_BLOCK = 1024  # of what attention leaves, in one program
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 _TOKENS_THAT_FILL_TERNARY = 128
@@ -122,6 +123,7 @@ class LoweredLayer:
     epsilon: float  # of the norms of queries and keys
     is_parallel: bool
     residual_scale: float
+    has_output_gate: bool = False  # on what attention leaves
 
 
 class Added(NamedTuple):
@@ -366,6 +368,7 @@ class Decoder:
                     epsilon=0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon,
                     is_parallel=layer.is_parallel,
                     residual_scale=layer.residual_scale,
+                    has_output_gate=part.has_output_gate,
                 )
             )
         return tuple(lowered)
@@ -593,6 +596,27 @@ class Decoder:
         tiles = body.tiles(layer.group)
         given = AttentionInput(self.queries, body.tables, tiles, self.attention_output)
         self._attention.attend(given, cache, layer.attention, shape.num_splits)
+        if layer.has_output_gate:
+            self._gate_attention(shape.num_tokens, qkv, made.num_splits)
+
+    def _gate_attention(self, count: int, qkv: Linear, num_splits: int) -> None:
+        """The gate's rows are the last of the GEMM that made queries, keys and values."""
+        size = self._spec.query_size
+        gates.gate_attention[(count, -(-size // _GATE_BLOCK))](
+            self.attention_output,
+            self._sums_of(qkv),
+            qkv.num_rows - size,
+            size,
+            self.attention_output.stride(0),
+            SPLITS=num_splits,
+            BLOCK=_GATE_BLOCK,
+            enable_fp_fusion=False,
+            **self._launch_options(),
+        )
+
+    def _sums_of(self, linear: Linear) -> gates.Sums:
+        stride = self._limits.num_tokens * linear.num_rows
+        return gates.Sums(self._sums, stride, linear.num_rows)
 
     def _rope(
         self,

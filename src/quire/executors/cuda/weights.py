@@ -39,6 +39,7 @@ from quire.model.features import OF_LLAMA, Feature, check_lowered, features
 from quire.model.spec import (
     LAYER_LINEARS,
     Activation,
+    Attention,
     Dense,
     Experts,
     Layer,
@@ -288,7 +289,7 @@ def _check_shape(spec: ModelSpec) -> None:
     if len({(part.num_heads, part.num_kv_heads, part.head_dim) for part in parts}) > 1:
         _refuse(spec, "layers of different heads")
     group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
-    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), spec.query_size + 2 * spec.kv_size)
+    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), *map(_num_projected, parts))
     bounds = {
         "head_dim": (spec.head_dim, MAX_HEAD_DIM),
         f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
@@ -308,12 +309,19 @@ def _check_shape(spec: ModelSpec) -> None:
         )
 
 
+def _num_projected(part: Attention) -> int:
+    gate = part.query_size if part.has_output_gate else 0
+    return part.query_size + 2 * part.kv_size + gate
+
+
 def largest_group(head_dim: int) -> int:
     """Query heads of one kv head whose tile fits a multiprocessor's shared memory."""
     return 128 if head_dim <= 128 else 32
 
 
-_ROWS_AS_THEY_ARE = {"token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"}
+_ROWS_AS_THEY_ARE = {
+    *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_gate", "ffn_gate_inp"),
+}
 
 
 def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
@@ -380,7 +388,7 @@ class Loader:
             **self._norms(prefix, layer),
             query_norm=head_norms[0],
             key_norm=head_norms[1],
-            qkv=self._joined([f"{prefix}attn_{x}" for x in ("q", "k", "v")]),
+            qkv=self._joined([f"{prefix}attn_{x}" for x in _projections(layer.attention)]),
             output=self._hidden(f"{prefix}attn_output"),
             feed_forward=self._feed_forward(prefix, layer.feed_forward),
             shared=self._shared(prefix, layer.feed_forward),
@@ -597,6 +605,11 @@ class TernaryLoader(Loader):
         if f"{name}.scale" not in self._tensors:
             return 1.0
         return float(self._floats(f"{name}.scale").flatten()[0])
+
+
+def _projections(part: Attention) -> tuple[str, ...]:
+    """What is made of a layer's input by one GEMM, in this order."""
+    return ("q", "k", "v", "gate") if part.has_output_gate else ("q", "k", "v")
 
 
 def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) -> ModelWeights:
