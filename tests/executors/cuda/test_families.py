@@ -11,7 +11,7 @@ import tests.executors.cuda.interpreting  # noqa: F401
 from tests.drawn_families import CASES, DRAWN, in_its_context, write_drawn
 from tests.executors.cuda.bfloat_models import load_in_bfloat
 from tests.executors.cuda.half_reference import operands_in_halves
-from tests.executors.reference.plans import row
+from tests.executors.reference.plans import row, run
 from tests.fixture_files import FIXTURES
 
 from quire.core.errors import UnsupportedModelError
@@ -44,7 +44,8 @@ ON_CUDA = {  # of the drawn families
     *("falcon-one-key", "falcon-one-norm", "qwen", "baichuan"),
     *("gpt2", "gpt_neo", "starcoder", "starcoder-heads", "phi2", "falcon", "gptneox"),
     *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
-    "afmoe",
+    *("afmoe", "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe"),
+    *("granitehybrid", "granitehybrid-dense"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {"qwen2moe": 6, "solar_open": 9, "ernie4_5-moe": 9, "minimax-m2": 9, "deepseek": 4}
@@ -52,8 +53,7 @@ PROMPT = (3, 1, 4, 1, 5, 9)
 
 
 def logits_of(executor: Any, plan: StepPlan) -> Any:
-    [result] = executor.collect(executor.submit(plan), 60).sequences
-    return np.asarray(result.logits)
+    return np.asarray(run(executor, *plan.sequences)[-1].logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -181,10 +181,11 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 
 # Between them: every span of head norms, both kinds of norm before and after halves or not at all,
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu,
-# ALiBi.
+# ALiBi, every kind of state.
 SINGULAR = (
     *("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3"),
     *("gpt2", "gptneox", "apertus", "hunyuan-dense", "bloom"),
+    *("qwen35", "lfm2", "granitehybrid-dense"),
 )
 
 
@@ -197,8 +198,7 @@ def test_a_drawn_familys_rows_have_the_same_bits_in_any_company(case: str, tmp_p
     tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:12]
     whole = logits_of(executor, StepPlan(0, (row(tokens, (2, 0), want=Want.LOGITS),)))
     others = row(tokens[3:], (1,), sequence_id=1, want=Want.NOTHING)
-    first = StepPlan(1, (others, row(tokens[:11], (3, 4), want=Want.NOTHING)))
-    executor.collect(executor.submit(first), 60)
+    run(executor, others, row(tokens[:11], (3, 4), want=Want.NOTHING))
     last = StepPlan(2, (row(tokens[11:], (3, 4), start=11, want=Want.LOGITS),))
     assert np.array_equal(logits_of(executor, last)[0], whole[11])
 

@@ -33,6 +33,12 @@ from quire.executors.cuda.planes import (
     reorder,
     to_operand_order,
 )
+from quire.executors.cuda.states import (
+    StateWeights,
+    check_states,
+    num_projected,
+    output_divisor,
+)
 from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
 from quire.model.features import OF_LLAMA, Feature, check_lowered, features
@@ -50,6 +56,7 @@ from quire.model.spec import (
     QKNorm,
     takes_bytes_by_token,
 )
+from quire.model.states import StateMixer
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
@@ -66,6 +73,8 @@ MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a pr
 _OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
 _BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
 _POSITIONS = "position_embd.weight"
+_TAPS = "ssm_conv1d.weight"
+_DECODED = (ROUTER_MATRIX, _POSITIONS, _TAPS)  # when they are loaded, whatever their format
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,12 +153,15 @@ class LayerWeights:
     feed_forward_output_norm: NormWeights | None
     query_norm: Array | None
     key_norm: Array | None
-    qkv: Linear | None  # None, as `output`: of a part that has feed-forwards alone
+    # What attention, or a state, is made of. None, as `output`: of a part that has feed-forwards
+    # alone.
+    qkv: Linear | None
     output: Linear | None
     feed_forward: DenseWeights | ExpertWeights
     shared: SharedExpert | None = None
     sinks: Array | None = None  # times log2(e)
     sub_norm: Array | None = None  # before the output projection
+    state: StateWeights | None = None  # where it keeps a state
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -187,6 +199,7 @@ class ModelWeights:
             total += self.positions.nbytes
         for layer in self.layers:
             total += sum(linear.num_bytes for linear in layer.linears)
+            total += 0 if layer.state is None else layer.state.num_bytes
         return total + sum(experts.num_bytes for experts in self.experts)
 
     @property
@@ -232,12 +245,13 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
             _refuse(spec, f"{feature} and matrices that are not ternary")
         if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
-    for layer in set(spec.layers):
-        _check_head_norm(spec, layer.attention.qk_norm)
+    check_states(spec)
+    for part in set(spec.attentions.values()):
+        _check_head_norm(spec, part.qk_norm)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
-        is_own = (is_ternary and _is_linear(name)) or name.endswith((ROUTER_MATRIX, _POSITIONS))
+        is_own = (is_ternary and _is_linear(name)) or name.endswith(_DECODED)
         if len(tensor.shape) > 1 and not is_own and not name.endswith(".bias"):
             check_supported(tensor.format.name, name)
     _check_feed_forwards(spec, tensors)
@@ -289,7 +303,8 @@ def _check_shape(spec: ModelSpec) -> None:
     if len({(part.num_heads, part.num_kv_heads, part.head_dim) for part in parts}) > 1:
         _refuse(spec, "layers of different heads")
     group, most = spec.num_heads // spec.num_kv_heads, largest_group(spec.head_dim)
-    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), *map(_num_projected, parts))
+    projected = (*map(_num_projected, parts), *map(num_projected, spec.states.values()))
+    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), *projected)
     bounds = {
         "head_dim": (spec.head_dim, MAX_HEAD_DIM),
         f"num_heads over num_kv_heads, for heads of {spec.head_dim}": (group, most),
@@ -321,6 +336,7 @@ def largest_group(head_dim: int) -> int:
 
 _ROWS_AS_THEY_ARE = {
     *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_gate", "ffn_gate_inp"),
+    *("ssm_in", "ssm_gate", "ssm_alpha", "ssm_beta"),
 }
 
 
@@ -333,6 +349,8 @@ def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def _device_bytes(name: str, tensor: Tensor) -> int:
     if len(tensor.shape) < 2:
         return tensor.nbytes
+    if name.endswith(_TAPS):
+        return 4 * tensor.num_weights
     *_, rows, columns = tensor.shape
     if name == _POSITIONS:
         return 4 * rows * padded(columns)
@@ -375,6 +393,8 @@ class Loader:
         )
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
+        if isinstance(layer.mixer, StateMixer):
+            return self._with_state(prefix, layer, layer.mixer)
         if not self._has_mixer(prefix):
             return self._without_mixer(prefix, layer)
         head_norms = [None, None]
@@ -409,6 +429,31 @@ class Loader:
             feed_forward=self._feed_forward(prefix, layer.feed_forward),
             shared=self._shared(prefix, layer.feed_forward),
         )
+
+    def _with_state(self, prefix: str, layer: Layer, part: StateMixer) -> LayerWeights:
+        names = [name for name in part.matrices(1) if name != "ssm_out"]
+        output = self._hidden(f"{prefix}ssm_out")
+        return LayerWeights(
+            **self._norms(prefix, layer),
+            query_norm=None,
+            key_norm=None,
+            qkv=self._joined([prefix + name for name in names]),
+            output=replace(output, scale=output_divisor(part)),
+            feed_forward=self._feed_forward(prefix, layer.feed_forward),
+            shared=self._shared(prefix, layer.feed_forward),
+            state=self._state(prefix),
+        )
+
+    def _state(self, prefix: str) -> StateWeights:
+        names = {"bias": "conv1d.bias", "a": "a.weight", "dt": "dt.bias", "d": "d.weight"}
+        names["norm"] = "norm.weight"
+        full = {ours: f"{prefix}ssm_{name}" for ours, name in names.items()}
+        vectors = {
+            ours: self._floats(name) if name in self._tensors else None
+            for ours, name in full.items()
+        }
+        taps = self._floats(prefix + _TAPS)  # [channels, kernel]
+        return StateWeights(taps.T.contiguous(), **vectors)
 
     def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
         """Those of hidden vectors, by their names in LayerWeights."""

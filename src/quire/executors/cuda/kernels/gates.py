@@ -62,3 +62,51 @@ def gate_attention(
     address = heads + token * stride + operand_column(column)
     gated = tl.load(address, mask=inside, other=0.0).to(tl.float32) * gate
     tl.store(address, gated.to(heads.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unit_mean(x, inside, size, epsilon):
+    """Rows of which the mean square is one."""
+    mean = tl.sum(tl.where(inside, x * x, 0.0), axis=1) / size
+    return x * (1.0 / tl.sqrt(mean + epsilon))[:, None]
+
+
+@triton.jit
+def gate_heads(
+    heads,
+    sums,
+    weights,
+    out,
+    first,
+    heads_stride,
+    out_stride,
+    epsilon,
+    SPAN: tl.constexpr,
+    NUM_SPANS: tl.constexpr,
+    SPANS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM_FIRST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What a state's heads leave, times silu of rows `first` on of the sums, in operand order. Each
+    span of SPAN numbers is normed: by `weights` [SPAN] before the gate with NORM_FIRST, else after
+    it by `weights` [spans, SPAN]. One program: a token and SPANS spans."""
+    begin(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)[:, None]
+    place = tl.arange(0, BLOCK)[None, :]
+    inside = (span < NUM_SPANS) & (place < SPAN)
+    column = span * SPAN + place
+    x = tl.load(heads + token * heads_stride + column, mask=inside, other=0.0)
+    gate = summed(sums, token, first + column, inside, SPLITS)
+    gate = gate * sigmoid(gate)
+    if NORM_FIRST:
+        weight = tl.load(weights + place, mask=place < SPAN, other=0.0)
+        x = _unit_mean(x, inside, SPAN, epsilon) * weight * gate
+    else:
+        weight = tl.load(weights + column, mask=inside, other=0.0)
+        x = _unit_mean(x * gate, inside, SPAN, epsilon) * weight
+    x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+    address = out + token * out_stride + operand_column(column)
+    tl.store(address, x.to(out.dtype.element_ty), mask=inside)
