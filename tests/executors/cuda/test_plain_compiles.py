@@ -22,11 +22,14 @@ from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda import experts  # noqa: E402
+from quire.executors.cuda import states as launched_states  # noqa: E402
 from quire.executors.cuda.expert_weights import Stack  # noqa: E402
 from quire.executors.cuda.gemm import PLAIN_TILINGS, PortableGemm  # noqa: E402
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
+from quire.executors.cuda.kernels import gates, states  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
+from quire.model.states import StateKind, StateMixer  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)
 # A format is compiled for one GPU: it is decoded by the same code on all of them. What differs, the
@@ -146,3 +149,61 @@ def test_attention_fits_every_gpu(
     print(capability, heads, has_slopes, kept, usage)
     assert usage.stack <= ONE_ADDRESS
     assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+STATES = {
+    "Qwen3.5 27B": StateMixer(
+        kind=StateKind.DELTA_NET,
+        kernel=4,
+        num_heads=48,
+        num_groups=16,
+        key_dim=128,
+        value_dim=128,
+        is_tiled=True,
+        norm_epsilon=1e-6,
+    ),
+    "Granite 4 small": StateMixer(
+        kind=StateKind.MAMBA,
+        kernel=4,
+        num_heads=128,
+        key_dim=128,
+        value_dim=64,
+        has_convolution_bias=True,
+        norm_epsilon=1e-5,
+    ),
+    "LFM2 1.2B": StateMixer(kind=StateKind.CONVOLUTION, kernel=3, value_dim=2048),
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("part", STATES.values(), ids=STATES.keys())
+def test_layers_that_keep_a_state_fit_every_gpu(
+    capability: int, part: StateMixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(capability)
+    names = [(states, name) for name in ("convolve_alone", "convolve_heads", "recur")]
+    names.append((gates, "gate_heads"))
+    catches = {name: caught(module, name, monkeypatch) for module, name in names}
+    options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
+    slots = launched_states.States({0: part}, 2, "cpu").layers[0]
+    found = {name: torch.empty(shape) for name, shape in part.vectors().items()}
+    weights = launched_states.StateWeights(
+        found["ssm_conv1d.weight"].T.contiguous(),
+        found.get("ssm_conv1d.bias"),
+        found.get("ssm_a.weight"),
+        found.get("ssm_dt.bias"),
+        found.get("ssm_d.weight"),
+        found.get("ssm_norm.weight"),
+    )
+    sums = torch.empty((2, 64, launched_states.num_projected(part)))
+    chunks = states.Chunks(*torch.empty((5, 64), dtype=torch.int32))
+    runner = launched_states.StateRunner([part], 64, 64, options, "cpu")
+    given = gates.Sums(sums, sums.stride(0), sums.stride(1))
+    runner.run(part, weights, slots, given, 2, chunks)
+    compiled_kernels = {name: catch for name, catch in catches.items() if catch.found is not None}
+    assert len(compiled_kernels) == (1 if part.kind is StateKind.CONVOLUTION else 3)
+    for name, catch in compiled_kernels.items():
+        usage, _ = compiled(catch.found, tmp_path)
+        print(capability, part.kind, name, usage)
+        assert usage.stack == 0
+        assert usage.shared <= SHARED_MEMORY_OF[capability]

@@ -116,12 +116,13 @@ def _convolved(
 ):
     """Some channels of a token: the sum over the last tokens in their order, this one last. The
     chunk's last token leaves the state."""
-    PAST: tl.constexpr = SHAPE.kernel - 1
+    TAPS: tl.constexpr = SHAPE.kernel
+    PAST: tl.constexpr = TAPS - 1
     source = tl.load(chunks.sources + sequence).to(tl.int64)
     target = tl.load(chunks.targets + sequence).to(tl.int64)
     is_last = index == tl.load(chunks.counts + sequence) - 1
     total = tl.zeros_like(channel).to(tl.float32)
-    for tap in tl.static_range(SHAPE.kernel):
+    for tap in tl.static_range(TAPS):
         at = index - PAST + tap
         is_new = at >= 0
         seen = tl.maximum(token - PAST + tap, 0).to(tl.int64)
