@@ -1,4 +1,5 @@
-"""Layers that keep a state, of any sizes, beside the reference; their bits in any chunks."""
+"""Layers that keep a state, of any sizes, beside the reference; their bits in any chunks; their
+slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +9,19 @@ import numpy as np
 import pytest
 import tests.executors.cuda.interpreting  # noqa: F401
 import torch
+from tests.drawn_families import write_drawn
+from tests.executors.cuda.bfloat_models import load_in_bfloat
 from tests.executors.cuda.half_reference import in_half
+from tests.executors.reference.plans import row
 
+from quire.core.config import EngineConfig
+from quire.core.plan import StepPlan, Want
+from quire.core.request import Ended
+from quire.core.sampling import SamplingParams
+from quire.engine.engine import Engine
 from quire.executors import reference
+from quire.executors.cuda import CudaConfig, CudaExecutor
+from quire.executors.cuda import executor as executors
 from quire.executors.cuda.kernels.gates import Sums
 from quire.executors.cuda.kernels.states import Chunks
 from quire.executors.cuda.planes import to_natural_order
@@ -194,3 +205,77 @@ def test_chunks_and_others_change_no_bit(part: StateMixer) -> None:
     ]
     assert np.array_equal(np.concatenate(found), expected)
     assert np.array_equal(other.state(2), whole.state(0))
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> CudaExecutor:
+    with load_in_bfloat(write_drawn("lfm2", tmp_path_factory.mktemp("lfm2"))) as model:
+        sizes = CudaConfig(max_batch_size=4, max_step_tokens=16, num_blocks=8, device="cpu")
+        found = CudaExecutor(model, replace(sizes, num_states=12))
+    found.warm_up()
+    return found
+
+
+def test_slots_are_as_many_as_asked_for_and_their_memory_is_counted(
+    executor: CudaExecutor,
+) -> None:
+    assert executor.capacity.num_states == 12
+    state = 4 * executor._spec.num_state_elements
+    assert executor.memory_bytes["kv"] == executor._blocks.num_bytes + 12 * state
+
+
+UNSOUND = [
+    *((0, slots) for slots in ((), (-1,), (0, 1), (-1, 12), (-1, -1))),
+    *((1, slots) for slots in ((-1, 1), (2, 2), (12, 1), (-2, 1))),
+]
+
+
+def test_rows_without_sound_slots_fail_alone(executor: CudaExecutor) -> None:
+    sound = row((5,), (3,), want=Want.SAMPLE, states=(-1, 4))
+    bad = [
+        row((6,), (4,), start=start, sequence_id=index, want=Want.SAMPLE, states=slots)
+        for index, (start, slots) in enumerate(UNSOUND, 1)
+    ]
+    alone = executor.collect(executor.submit(StepPlan(0, (sound,)))).sequences
+    found = executor.collect(executor.submit(StepPlan(1, (sound, *bad)))).sequences
+    assert found[0] == alone[0]
+    assert all("state" in (result.fault or "") for result in found[1:])
+    starts = np.array([start for start, _ in UNSOUND])
+    for at, (_, slots) in enumerate(UNSOUND):
+        assert executors._sound_states((slots,), starts[at : at + 1], 12) is None
+
+
+def test_engines_get_the_same_tokens_however_they_share_steps(executor: CudaExecutor) -> None:
+    """Prefixes with their states, forks, chunks, and steps planned ahead."""
+    prompt = list(range(1, 18))
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    asked = {
+        "a prompt": (prompt, greedy),
+        "its prefix again": ([*prompt[:16], 50], greedy),
+        "two of one": ([7, 8, 9], SamplingParams(max_tokens=3, n=2, seed=3)),
+    }
+    alone: dict[str, list[tuple[int, ...]]] = {}
+    for name, each in asked.items():
+        alone |= tokens_of(executor, {name: each}, ALONE)
+    for config in (replace(ALONE, plan_ahead=True, prefix_reuse=True), IN_PARTS):
+        assert tokens_of(executor, asked, config) == alone
+
+
+ALONE = EngineConfig(max_batch_size=3, max_step_tokens=16, plan_ahead=False, prefix_reuse=False)
+IN_PARTS = replace(ALONE, max_step_tokens=5)
+
+
+def tokens_of(
+    executor: CudaExecutor,
+    asked: dict[str, tuple[list[int], SamplingParams]],
+    config: EngineConfig,
+) -> dict[str, list[tuple[int, ...]]]:
+    engine = Engine(executor, config)
+    names = {engine.add_request(*each).id: name for name, each in asked.items()}
+    found = {}
+    for event in engine.run():
+        if isinstance(event, Ended):
+            assert event.output.error is None, event.output.error
+            completions = event.output.completions
+            found[names[event.output.request_id]] = [tuple(x.token_ids) for x in completions]
+    return found

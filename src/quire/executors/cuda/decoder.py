@@ -25,8 +25,8 @@ from quire.executors.cuda.attention import (
 from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
-from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import gates, layers, ternary
+from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.kernels.states import Chunks
 from quire.executors.cuda.planes import Array, operand_order, padded

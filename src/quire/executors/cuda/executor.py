@@ -359,8 +359,8 @@ class CudaExecutor(ExecutorBase):
             states = _sound_states(rows.states, starts, capacity.num_states)
             if states is None:
                 return None
-        counts = counts.astype(np.int32)
-        body = BodyRows(starts.astype(np.int32), counts, rows.tokens, follows, [], states)
+        spans = starts.astype(np.int32), counts.astype(np.int32)
+        body = BodyRows(*spans, rows.tokens, follows, [], states)
         tables = self._sound_tables(rows, body)
         return None if tables is None else body._replace(tables=tables)
 
@@ -492,12 +492,9 @@ def _sound_states(
         return None
     found = np.array(slots, np.int64)
     sources, targets = found.T
-    begins = starts == 0
-    is_sound = (
-        (np.where(begins, sources == NO_STATE, (0 <= sources) & (sources < num_states))).all()
-        and ((0 <= targets) & (targets < num_states) & (targets != sources)).all()
-    )
-    return found.astype(np.int32) if is_sound else None
+    reads = np.where(starts == 0, sources == NO_STATE, (sources >= 0) & (sources < num_states))
+    writes = (targets >= 0) & (targets < num_states) & (targets != sources)
+    return found.astype(np.int32) if (reads & writes).all() else None
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -57,6 +57,7 @@ from quire.model.spec import (
     takes_bytes_by_token,
 )
 from quire.model.states import StateMixer
+from quire.quant.formats import format_named
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
@@ -75,6 +76,7 @@ _BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
 _POSITIONS = "position_embd.weight"
 _TAPS = "ssm_conv1d.weight"
 _DECODED = (ROUTER_MATRIX, _POSITIONS, _TAPS)  # when they are loaded, whatever their format
+_FEW_ROWS = ("ssm_alpha.weight", "ssm_beta.weight")  # which files may have in F32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,6 +254,7 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
         is_own = (is_ternary and _is_linear(name)) or name.endswith(_DECODED)
+        is_own |= tensor.format.name == "F32" and name.endswith(_FEW_ROWS)
         if len(tensor.shape) > 1 and not is_own and not name.endswith(".bias"):
             check_supported(tensor.format.name, name)
     _check_feed_forwards(spec, tensors)
@@ -455,7 +458,7 @@ class Loader:
         taps = self._floats(prefix + _TAPS)  # [channels, kernel]
         return StateWeights(taps.T.contiguous(), **vectors)
 
-    def _norms(self, prefix: str, layer: Layer) -> dict[str, NormWeights | None]:
+    def _norms(self, prefix: str, layer: Layer) -> dict[str, Any]:
         """Those of hidden vectors, by their names in LayerWeights."""
         norms = {
             "mixer_norm": ("attn_norm", layer.mixer_norm),
@@ -557,11 +560,19 @@ class Loader:
     # ---- tensors
 
     def _format(self, name: str) -> str:
-        return self._tensors[f"{name}.weight"].format.name
+        return self._matrix(f"{name}.weight").format.name
+
+    def _matrix(self, name: str) -> Tensor:
+        """Where it is in F32, in F16."""
+        tensor = self._tensors[name]
+        if tensor.format.name != "F32":
+            return tensor
+        halves = tensor.to_float32().astype(np.float16).view(np.uint8).ravel()
+        return Tensor(name, tensor.shape, format_named("F16", name), halves)
 
     def _planes(self, names: Sequence[str], rows: Array | None = None) -> Planes:
         """Matrices of one format, one below the other; or `rows` of these and a row of zeros."""
-        tensors = [self._tensors[name] for name in names]
+        tensors = [self._matrix(name) for name in names]
         columns = tensors[0].shape[1]
         raw = [self._raw(tensor).view(tensor.shape[0], -1) for tensor in tensors]
         if rows is not None:

@@ -1,6 +1,6 @@
 """Gates on what attention leaves, and on what the heads of a state leave."""
 
-# ruff: noqa: N803, N806
+# ruff: noqa: N803
 
 from typing import Any, NamedTuple
 
