@@ -14,6 +14,8 @@ from quire.model.states import StateKind, StateMixer
 
 # A program of the recurrence has so many numbers of a matrix in the registers of one warp.
 _NUMBERS = 1024
+_PART_KEYS = 16  # of a matrix's row, which four lanes have side by side
+_STAGES = 6  # of its loads
 MAX_KEY_DIM = _NUMBERS
 MAX_SPAN = 1 << 15  # numbers that are normed together
 MAX_HEADS = 1 << 12
@@ -209,6 +211,7 @@ class StateRunner:
     ) -> None:
         keys = int(triton.next_power_of_2(part.key_dim))
         values = min(_NUMBERS // keys, int(triton.next_power_of_2(part.value_dim)))
+        in_part = min(keys, _PART_KEYS)
         num_chunks = min(len(chunks.sequences), self._max_sequences)
         states.recur[(-(-part.value_dim // values), part.num_heads, num_chunks)](
             self._vectors[part],
@@ -216,8 +219,10 @@ class StateRunner:
             state.matrices,
             weights.d,
             SHAPE=_shape(part),
-            KEYS=keys,
+            PARTS=keys // in_part,
             VALUES=values,
+            KEYS=in_part,
+            STAGES=_STAGES,
             num_warps=1,
             **self._options,
         )

@@ -273,36 +273,25 @@ def convolve_heads(
 
 
 @triton.jit
-def _token_of_head(vectors, row, head, group, key, value, is_key, is_value, SHAPE: tl.constexpr):
-    """A token's key, query, value, decay and step; zeros where they are masked."""
-    channels = vectors.channels + row * SHAPE.num_channels
-    shared = group * SHAPE.key_dim + key
-    k = tl.load(channels + SHAPE.key_at + shared, mask=is_key, other=0.0)
-    q = tl.load(channels + SHAPE.query_at + shared, mask=is_key, other=0.0)
-    own = SHAPE.value_at + head * SHAPE.value_dim + value
-    v = tl.load(channels + own, mask=is_value, other=0.0)
-    decay = tl.load(vectors.decays + row * SHAPE.num_heads + head)
-    step = tl.load(vectors.steps + row * SHAPE.num_heads + head)
-    return k, q, v, decay, step
-
-
-@triton.jit
 def recur(
     vectors,
     chunks,
     matrices,
     d,
     SHAPE: tl.constexpr,
-    KEYS: tl.constexpr,
+    PARTS: tl.constexpr,
     VALUES: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A chunk through one head's matrix [values, keys]; what it leaves of each token is written in
     the place of the token's values.
 
     One program: VALUES values of a head, and a chunk. matrices [slot, head, value, key]; `d`
-    [heads] is Mamba's, else None; KEYS: key_dim up to a power of two. The next token is loaded
-    before one is computed.
+    [heads] is Mamba's, else None. Keys, up to a power of two, are in PARTS of KEYS, so that most of
+    a sum over keys is within a lane. Tokens are loaded while others before them are computed, in
+    STAGES.
     """
     begin(PDL)
     sequence = tl.program_id(2)
@@ -313,36 +302,38 @@ def recur(
             group = head % SHAPE.num_groups
         else:
             group = head // (SHAPE.num_heads // SHAPE.num_groups)
-        key = tl.arange(0, KEYS)
+        key = tl.arange(0, PARTS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
         value = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
         is_key = key < SHAPE.key_dim
         is_value = value < SHAPE.value_dim
-        inside = is_value[:, None] & is_key[None, :]
-        place = (head * SHAPE.value_dim + value)[:, None] * SHAPE.key_dim + key[None, :]
+        inside = is_value[:, None, None] & is_key[None, :, :]
+        row = (head * SHAPE.value_dim + value) * SHAPE.key_dim
+        place = row[:, None, None] + key[None, :, :]
         SIZE: tl.constexpr = SHAPE.num_heads * SHAPE.key_dim * SHAPE.value_dim
         source = tl.load(chunks.sources + sequence).to(tl.int64)
         target = tl.load(chunks.targets + sequence).to(tl.int64)
         state = tl.load(matrices + source * SIZE + place, mask=inside & (source >= 0), other=0.0)
         first = tl.load(chunks.rows + sequence).to(tl.int64)
-        k, q, v, decay, step = _token_of_head(
-            vectors, first, head, group, key, value, is_key, is_value, SHAPE
-        )
-        for at in range(count):
-            row = first + at
-            after = tl.minimum(at + 1, count - 1)
-            next_k, next_q, next_v, next_decay, next_step = _token_of_head(
-                vectors, first + after, head, group, key, value, is_key, is_value, SHAPE
-            )
+        if d is not None:
+            skip = tl.load(d + head)
+        shared = group * SHAPE.key_dim + key
+        own = SHAPE.value_at + head * SHAPE.value_dim + value
+        for at in tl.range(0, count, num_stages=STAGES):
+            token = first + at
+            channels = vectors.channels + token * SHAPE.num_channels
+            k = tl.load(channels + SHAPE.key_at + shared, mask=is_key, other=0.0)[None, :, :]
+            q = tl.load(channels + SHAPE.query_at + shared, mask=is_key, other=0.0)[None, :, :]
+            v = tl.load(channels + own, mask=is_value, other=0.0)
+            decay = tl.load(vectors.decays + token * SHAPE.num_heads + head)
+            step = tl.load(vectors.steps + token * SHAPE.num_heads + head)
             state = state * decay
             update = v
             if SHAPE.is_delta_net:
-                update = v - tl.sum(state * k[None, :], axis=1)
+                update = v - tl.sum(tl.sum(state * k, axis=1), axis=1)
             update = update * step
-            state = tl.fma(update[:, None], k[None, :], state)
-            left = tl.sum(state * q[None, :], axis=1)
+            state = tl.fma(update[:, None, None], k, state)
+            left = tl.sum(tl.sum(state * q, axis=1), axis=1)
             if d is not None:
-                left = tl.fma(tl.load(d + head), v, left)
-            own = SHAPE.value_at + head * SHAPE.value_dim + value
-            tl.store(vectors.channels + row * SHAPE.num_channels + own, left, mask=is_value)
-            k, q, v, decay, step = next_k, next_q, next_v, next_decay, next_step
+                left = tl.fma(skip, v, left)
+            tl.store(channels + own, left, mask=is_value)
         tl.store(matrices + target * SIZE + place, state, mask=inside)
