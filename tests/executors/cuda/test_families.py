@@ -19,6 +19,7 @@ from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.cuda.executor import check_fits
 from quire.executors.reference import ReferenceExecutor
+from quire.loader.tensor import Tensor
 from quire.model.features import unsupported
 from quire.model.loading import Model, load_model
 from quire.model.spec import (
@@ -30,6 +31,7 @@ from quire.model.spec import (
     PositionScale,
     QKNorm,
 )
+from quire.quant.formats import format_named
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 ON_CUDA = {  # of the drawn families
@@ -84,6 +86,17 @@ def test_a_drawn_family_is_run_as_the_reference_does_or_refused_by_name(
             assert all(what in str(caught.value) for what in lacking)
             return
         check_beside_reference(model, case)
+
+
+def test_what_weighs_a_states_tokens_may_be_in_f32(tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn("qwen35", tmp_path)) as model:
+        tensors = dict(model.tensors)
+        for name, tensor in model.tensors.items():
+            if name.endswith(("ssm_alpha.weight", "ssm_beta.weight")):
+                assert tensor.format.name == "BF16"
+                floats = tensor.to_float32().view(np.uint8).ravel()
+                tensors[name] = Tensor(name, tensor.shape, format_named("F32", name), floats)
+        check_beside_reference(replace(model, tensors=tensors), "qwen35")
 
 
 def check_beside_reference(model: Model, case: str) -> None:

@@ -3,6 +3,7 @@ slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.executors.cuda.half_reference import in_half
 from tests.executors.reference.plans import row
 
 from quire.core.config import EngineConfig
+from quire.core.errors import UnsupportedModelError
 from quire.core.plan import StepPlan, Want
 from quire.core.request import Ended
 from quire.core.sampling import SamplingParams
@@ -26,10 +28,12 @@ from quire.executors.cuda.kernels.gates import Sums
 from quire.executors.cuda.kernels.states import Chunks
 from quire.executors.cuda.planes import to_natural_order
 from quire.executors.cuda.states import (
+    MAX_KEY_DIM,
     LayerState,
     StateRunner,
     States,
     StateWeights,
+    check_states,
     num_projected,
     output_divisor,
 )
@@ -58,6 +62,7 @@ CONVOLUTION = StateMixer(kind=StateKind.CONVOLUTION, kernel=5, value_dim=1100)
 PARTS = {
     "gated DeltaNet, values in three programs": DELTA_NET,
     "its heads as GGUF files order them": replace(DELTA_NET, is_tiled=True, key_dim=16),
+    "as large a key as there may be": replace(DELTA_NET, key_dim=MAX_KEY_DIM, value_dim=3),
     "a key of one number": replace(DELTA_NET, key_dim=1, kernel=2),
     "Mamba 2": MAMBA,
     "Mamba 2 of one group": replace(MAMBA, num_groups=1, has_convolution_bias=False),
@@ -205,6 +210,20 @@ def test_chunks_and_others_change_no_bit(part: StateMixer) -> None:
     ]
     assert np.array_equal(np.concatenate(found), expected)
     assert np.array_equal(other.state(2), whole.state(0))
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        (replace(DELTA_NET, key_dim=MAX_KEY_DIM + 1), "layer 3 has key_dim of 1025"),
+        (replace(DELTA_NET, num_heads=1 << 13, value_dim=1), "heads of 8192"),
+        (replace(MAMBA, num_groups=1, num_heads=700), "are normed together of 35000"),
+    ],
+)
+def test_sizes_without_a_kernel_are_refused(part: StateMixer, what: str) -> None:
+    spec: Any = SimpleNamespace(states={3: part})
+    with pytest.raises(UnsupportedModelError, match=what):
+        check_states(spec)
 
 
 @pytest.fixture(scope="module")
