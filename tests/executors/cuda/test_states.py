@@ -3,6 +3,7 @@ slots."""
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,8 @@ from quire.executors.cuda.states import (
     num_projected,
     output_divisor,
 )
+from quire.llm import devices
+from quire.llm.devices import CudaDevice, Options
 from quire.model.states import StateKind, StateMixer
 
 DELTA_NET = StateMixer(
@@ -241,6 +244,28 @@ def test_slots_are_as_many_as_asked_for_and_their_memory_is_counted(
     assert executor.capacity.num_states == 12
     state = 4 * executor._spec.num_state_elements
     assert executor.memory_bytes["kv"] == executor._blocks.num_bytes + 12 * state
+
+
+def test_a_device_has_as_many_slots_as_there_is_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on_cpu(**sizes: Any) -> CudaConfig:
+        return CudaConfig(**{**sizes, "num_blocks": 64, "device": "cpu"})
+
+    options = Options(device="cuda", max_batch_size=4, kv_memory="1MiB")
+    each = options.engine_config().states_per_sequence
+    gpu = CudaDevice()
+    monkeypatch.setattr(gpu, "available_memory", lambda: None, raising=False)
+    monkeypatch.setattr(devices, "_require_cuda", lambda: None)
+    monkeypatch.setattr("quire.executors.cuda.CudaConfig", on_cpu)
+    with load_in_bfloat(write_drawn("lfm2", tmp_path)) as model:
+        plan = gpu.memory_plan(model, options)
+        room = plan.weights + plan.workspace + (1 << 20) + (2 * each + 1) * plan.state_bytes
+        monkeypatch.setattr(gpu, "available_memory", lambda: room)
+        loaded = gpu.load(model, options)
+    assert loaded.executor.capacity.num_states == loaded.memory.num_states == 2 * each + 1
+    assert "memory for the states of a batch of 2, not of max_batch" in capsys.readouterr().err
+    gpu.unload(loaded.executor)
 
 
 UNSOUND = [
