@@ -571,6 +571,41 @@ class Decoder:
                 **self._norm_options(),
             )
 
+    def _carry_state(
+        self, count: int, body: BodyInput, state: LoweredState, layer: LayerWeights
+    ) -> Added:
+        """The mixer of a layer that keeps a state."""
+        assert layer.qkv is not None and layer.output is not None
+        made = self._multiply(layer.qkv, self._activations, count)
+        sums = self._sums_of(layer.qkv)
+        mixed = self._state_runner.run(
+            state.part, state.weights, state.slots, sums, made.num_splits, body.chunks
+        )
+        return self._multiply(layer.output, mixed, count)
+
+    def _gate_attention(
+        self, count: int, layer: LoweredLayer, num_splits: int, attended: Array
+    ) -> None:
+        """The gate's rows are the last of the GEMM that made queries, keys and values."""
+        qkv = layer.weights.qkv
+        assert qkv is not None
+        size = layer.rope_shape.num_heads * layer.rope_shape.head_dim
+        gates.gate_attention[(count, -(-size // _GATE_BLOCK))](
+            attended,
+            self._sums_of(qkv),
+            qkv.num_rows - size,
+            size,
+            attended.stride(0),
+            SPLITS=num_splits,
+            BLOCK=_GATE_BLOCK,
+            enable_fp_fusion=False,
+            **self._launch_options(),
+        )
+
+    def _sums_of(self, linear: Linear) -> gates.Sums:
+        stride = self._limits.num_tokens * linear.num_rows
+        return gates.Sums(self._sums, stride, linear.num_rows)
+
     def _launch_options(self) -> dict[str, bool]:
         """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
         its results itself."""
@@ -644,38 +679,7 @@ class Decoder:
         given = AttentionInput(self.queries, body.tables, tiles, self.attention_output)
         self._attention.attend(given, cache, layer.attention, shape.num_splits)
         if layer.has_output_gate:
-            self._gate_attention(shape.num_tokens, qkv, made.num_splits)
-
-    def _carry_state(
-        self, count: int, body: BodyInput, state: LoweredState, layer: LayerWeights
-    ) -> Added:
-        """The mixer of a layer that keeps a state."""
-        assert layer.qkv is not None and layer.output is not None
-        made = self._multiply(layer.qkv, self._activations, count)
-        sums = self._sums_of(layer.qkv)
-        mixed = self._state_runner.run(
-            state.part, state.weights, state.slots, sums, made.num_splits, body.chunks
-        )
-        return self._multiply(layer.output, mixed, count)
-
-    def _gate_attention(self, count: int, qkv: Linear, num_splits: int) -> None:
-        """The gate's rows are the last of the GEMM that made queries, keys and values."""
-        size = self._spec.query_size
-        gates.gate_attention[(count, -(-size // _GATE_BLOCK))](
-            self.attention_output,
-            self._sums_of(qkv),
-            qkv.num_rows - size,
-            size,
-            self.attention_output.stride(0),
-            SPLITS=num_splits,
-            BLOCK=_GATE_BLOCK,
-            enable_fp_fusion=False,
-            **self._launch_options(),
-        )
-
-    def _sums_of(self, linear: Linear) -> gates.Sums:
-        stride = self._limits.num_tokens * linear.num_rows
-        return gates.Sums(self._sums, stride, linear.num_rows)
+            self._gate_attention(shape.num_tokens, layer, made.num_splits, self.attention_output)
 
     def _rope(
         self,
