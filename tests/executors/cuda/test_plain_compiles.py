@@ -1,5 +1,6 @@
 """The plain Triton kernels for GPUs since Ampere: they compile, fit and spill no sums."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,35 +176,73 @@ STATES = {
 }
 
 
+def launches_of(
+    part: StateMixer,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int = 64,
+    num_splits: int = 2,
+) -> dict[str, Any]:
+    """The kernels of a layer that keeps a state, compiled for such a step."""
+    pretend(capability)
+    names = [(states, name) for name in ("convolve_alone", "convolve_heads", "recur")]
+    names.append((gates, "gate_heads"))
+    with monkeypatch.context() as patched:
+        catches = {name: caught(module, name, patched) for module, name in names}
+        options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
+        found = {name: torch.empty(shape) for name, shape in part.vectors().items()}
+        weights = launched_states.StateWeights(
+            found["ssm_conv1d.weight"].T.contiguous(),
+            found.get("ssm_conv1d.bias"),
+            found.get("ssm_a.weight"),
+            found.get("ssm_dt.bias"),
+            found.get("ssm_d.weight"),
+            found.get("ssm_norm.weight"),
+        )
+        sums = torch.empty((num_splits, 64, launched_states.num_projected(part)))
+        launched_states.StateRunner([part], 64, 64, options, "cpu").run(
+            part,
+            weights,
+            launched_states.States({0: part}, 2, "cpu").layers[0],
+            gates.Sums(sums, sums.stride(0), sums.stride(1)),
+            num_splits,
+            states.Chunks(*torch.empty((5, num_tokens), dtype=torch.int32)),
+        )
+    return {name: catch.found for name, catch in catches.items() if catch.found is not None}
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("part", STATES.values(), ids=STATES.keys())
 def test_layers_that_keep_a_state_fit_every_gpu(
     capability: int, part: StateMixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pretend(capability)
-    names = [(states, name) for name in ("convolve_alone", "convolve_heads", "recur")]
-    names.append((gates, "gate_heads"))
-    catches = {name: caught(module, name, monkeypatch) for module, name in names}
-    options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
-    slots = launched_states.States({0: part}, 2, "cpu").layers[0]
-    found = {name: torch.empty(shape) for name, shape in part.vectors().items()}
-    weights = launched_states.StateWeights(
-        found["ssm_conv1d.weight"].T.contiguous(),
-        found.get("ssm_conv1d.bias"),
-        found.get("ssm_a.weight"),
-        found.get("ssm_dt.bias"),
-        found.get("ssm_d.weight"),
-        found.get("ssm_norm.weight"),
-    )
-    sums = torch.empty((2, 64, launched_states.num_projected(part)))
-    chunks = states.Chunks(*torch.empty((5, 64), dtype=torch.int32))
-    runner = launched_states.StateRunner([part], 64, 64, options, "cpu")
-    given = gates.Sums(sums, sums.stride(0), sums.stride(1))
-    runner.run(part, weights, slots, given, 2, chunks)
-    compiled_kernels = {name: catch for name, catch in catches.items() if catch.found is not None}
-    assert len(compiled_kernels) == (1 if part.kind is StateKind.CONVOLUTION else 3)
-    for name, catch in compiled_kernels.items():
-        usage, _ = compiled(catch.found, tmp_path)
+    launches = launches_of(part, capability, monkeypatch)
+    assert len(launches) == (1 if part.kind is StateKind.CONVOLUTION else 3)
+    for name, launch in launches.items():
+        usage, _ = compiled(launch, tmp_path)
         print(capability, part.kind, name, usage)
         assert usage.stack == 0
         assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ["Qwen3.5 27B", "Granite 4 small"])
+def test_sums_of_states_have_one_order_in_steps_of_any_size(
+    capability: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled anew for other splits, and where integers lie at other addresses."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for num_tokens, num_splits in ((64, 1), (64, 4), (1, 4), (3, 2)):
+        launches = launches_of(STATES[name], capability, monkeypatch, num_tokens, num_splits)
+        for kernel, launch in launches.items():
+            found.setdefault(kernel, set()).add(layouts_of_sums(launch.asm["ttgir"]))
+    assert found.keys() == {"convolve_heads", "recur", "gate_heads"}
+    assert all(len(layouts) == 1 for layouts in found.values())
+    assert all(found["recur"]) and all(found["gate_heads"])
+
+
+def layouts_of_sums(text: str) -> tuple[str, ...]:
+    """Which numbers of what is summed each lane has."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    summed = re.findall(r'"tt\.reduce".*?\}\) : \((tensor<.*?)>\) -> ', text, re.DOTALL)
+    return tuple(re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), x) for x in summed)
