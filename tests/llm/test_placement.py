@@ -141,6 +141,14 @@ def test_feed_forwards_on_the_gpu_leave_attention_and_the_cache_to_the_cpu(model
         fed(model, max_context=100000)
 
 
+def test_layers_that_keep_a_state_stay_on_one_device() -> None:
+    with load_model("dummy:tiny-qwen35") as model:
+        with pytest.raises(UnsupportedModelError, match="layers of gated DeltaNet, which run"):
+            placed(model, LITTLE, 1)
+        with pytest.raises(UnsupportedModelError, match="layers of gated DeltaNet, which run"):
+            fed(model)
+
+
 def test_halves_side_by_side_cannot_be_taken_apart(model: Model) -> None:
     layers = tuple(replace(layer, is_parallel=True) for layer in model.spec.layers)
     parallel = replace(model, spec=replace(model.spec, layers=layers))

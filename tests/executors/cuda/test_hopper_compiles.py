@@ -601,14 +601,17 @@ def test_routing_and_grouping_compile_without_spilled_registers(
 
 
 UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
+GATED = ("afmoe", "qwen35")  # what attention leaves
+STATES = ("qwen35", "granitehybrid", "lfm2")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *("gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED),
-        *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2", "deepseek2"),
-    ],
+    sorted(
+        {"gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense"}
+        | {"gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2", "deepseek2"}
+        | {*UNGATED, *GATED, *STATES}
+    ),
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -616,7 +619,8 @@ def test_every_kernel_of_a_familys_step_compiles(
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
     feed-forwards without a gate; queries scaled by position; learned positions; norms
     after rope; ALiBi, and a norm after the embedding; inputs of layers; experts beside a dense
-    feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks."""
+    feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks; gates on what
+    attention leaves; every kind of state."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -642,8 +646,11 @@ def test_every_kernel_of_a_familys_step_compiles(
     monkeypatch.setattr(decoders.Decoder, "_launch_options", lambda self: options)
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:
         weights = load_weights(model.spec, model.tensors, "cpu")
-    limits = decoders.Limits(num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64)
-    integers = torch.zeros((len(decoders.BodyField), 4), dtype=torch.int32)
+    limits = decoders.Limits(
+        num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64, num_states=2
+    )
+    num_fields = decoders.num_fields(1, has_states=True)
+    integers = torch.zeros((num_fields, 4), dtype=torch.int32)
     layout = one_group(model.spec)
     decoder = decoders.Decoder(
         model.spec, weights, HopperGemm(), limits, integers[0], "cpu", layout
@@ -663,6 +670,9 @@ def test_every_kernel_of_a_familys_step_compiles(
     assert ("group_tokens" in names) == (case == "llama4")
     assert ("gate" in names) == (case in UNGATED)
     assert ("norm_hidden" in names) == (case == "bloom")
+    assert ("gate_attention" in names) == (case in GATED)
+    assert ("recur" in names) == (case in ("qwen35", "granitehybrid"))
+    assert ("convolve_alone" in names) == (case == "lfm2")
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 
 

@@ -26,12 +26,14 @@ from quire.executors.cuda.attention import (
 from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
 from quire.executors.cuda.gemm import Gemm, factors, head_tiling, plane_pointers
+from quire.executors.cuda.kernels import gates, layers, ternary
 from quire.executors.cuda.kernels import gemm as gemm_kernels
 from quire.executors.cuda.kernels import latent as latents
-from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
 from quire.executors.cuda.kernels.latent import LatentShape
+from quire.executors.cuda.kernels.states import Chunks
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, Planes, operand_order, padded
+from quire.executors.cuda.states import LayerState, StateRunner, States, StateWeights
 from quire.executors.cuda.weights import (
     BesideExperts,
     DenseWeights,
@@ -44,6 +46,7 @@ from quire.executors.cuda.weights import (
 from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
 from quire.model.spec import Activation, Attention, ModelSpec, NormKind
+from quire.model.states import StateMixer
 
 KVType = Literal["auto", "int8", "fp8"]  # auto: as exact as the model's other numbers
 
@@ -51,6 +54,7 @@ _BYTE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}  # fp8: the bits of an e
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _SCALED_COLUMNS = 1024  # of a gated vector, at once
+_GATE_BLOCK = 1024  # of what attention leaves, in one program
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 _TOKENS_THAT_FILL_TERNARY = 128
@@ -58,7 +62,8 @@ _TOKENS_THAT_FILL_TERNARY = 128
 
 class BodyField(IntEnum):
     """The first rows of BodyInput.fields. Those of tiles come last, in the order of TokenTiles.
-    SLOT and TILE_TABLE are the first group's; each further group has a row of both behind these."""
+    SLOT and TILE_TABLE are the first group's; each further group has a row of both behind these.
+    Of models that keep states the rows of StateField come last."""
 
     TOKEN = 0
     SOURCE = 1  # index into the samples, or -1: the token is in TOKEN
@@ -71,11 +76,21 @@ class BodyField(IntEnum):
     TILE_START = 8
 
 
+class StateField(IntEnum):
+    """In the order of Chunks."""
+
+    SEQUENCE = 0
+    ROW = 1
+    COUNT = 2
+    SOURCE = 3
+    TARGET = 4
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyInput:
     """What the body reads about its tokens, int32."""
 
-    fields: Array  # [num_fields(groups), tokens]
+    fields: Array  # [num_fields(groups, has_states), tokens]
     tables: Array  # block tables of all groups, one after the other
 
     def slots(self, group: int) -> Array:
@@ -86,9 +101,14 @@ class BodyInput:
         first = TokenTiles(*self.fields[BodyField.TILE_ROW : len(BodyField)])
         return first._replace(tables=self.fields[group_field(BodyField.TILE_TABLE, group)])
 
+    @property
+    def chunks(self) -> Chunks:
+        """Of a model that keeps states."""
+        return Chunks(*self.fields[-len(StateField) :])
 
-def num_fields(num_groups: int) -> int:
-    return len(BodyField) + 2 * (num_groups - 1)
+
+def num_fields(num_groups: int, *, has_states: bool = False) -> int:
+    return len(BodyField) + 2 * (num_groups - 1) + has_states * len(StateField)
 
 
 def group_field(field: BodyField, group: int) -> int:
@@ -131,6 +151,15 @@ class LoweredLayer:
     epsilon: float  # of the norms of queries and keys
     is_parallel: bool
     residual_scale: float
+    has_output_gate: bool = False  # on what attention leaves
+    state: "LoweredState | None" = None  # where it keeps one: nothing of attention is read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredState:
+    part: StateMixer
+    weights: StateWeights
+    slots: LayerState
 
 
 class Added(NamedTuple):
@@ -159,6 +188,7 @@ class Limits:
     num_rows: int  # with logits
     max_split_tokens: int  # steps of so few tokens give splits of the context their own programs
     max_context: int
+    num_states: int = 0  # slots for states
     invariant: bool = True
     takes_hidden: bool = False  # the body begins with `given`, not with an embedding
     # The body is the last feed-forward; run_feed_forward has the others.
@@ -279,6 +309,7 @@ class Decoder:
         capability = torch.cuda.get_device_capability(device)[0] if self._is_gpu else 0
         self._has_dependent_launch = capability >= 9
         self._padded_hidden = padded(spec.hidden_size)
+        self.states = States(spec.states, limits.num_states, device)
         self._make_buffers()
         self._layers = self._lowered()
         # One layer of each kind: they launch every kernel that all layers launch.
@@ -381,6 +412,13 @@ class Decoder:
             for size in {_output_size(part) for part in spec.attentions.values()}
         }
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
+        self._state_runner = StateRunner(
+            spec.states.values(),
+            tokens,
+            self._limits.num_rows,
+            self._launch_options(),
+            self._device,
+        )
         held = self._weights.layers
         self._make_input_buffers(tokens)
         self._make_latent_buffers(tokens)
@@ -441,7 +479,7 @@ class Decoder:
     def _lowered(self) -> tuple[LoweredLayer, ...]:
         """Layers that have a rope share its tables."""
         spec, only = self._spec, self._limits.only_feed_forwards
-        mixers = {layer.attention for layer in spec.layers}
+        mixers = {*spec.attentions.values()}
         ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
         scales = {x: None if only else self._query_scales(x) for x in mixers}
         slopes = {x: self._slopes(x) for x in mixers}
@@ -449,7 +487,8 @@ class Decoder:
         for index, (layer, weights) in enumerate(
             zip(spec.layers, self._weights.layers, strict=True)
         ):
-            part = layer.attention
+            mixer = layer.mixer
+            part = mixer if isinstance(mixer, Attention) else spec.attention
             attention = LayerAttention(
                 *(part.scale, part.window, part.soft_cap, weights.sinks),
                 *(slopes[part], part.is_chunked),
@@ -470,9 +509,17 @@ class Decoder:
                     epsilon=_norm_epsilon(part),
                     is_parallel=layer.is_parallel,
                     residual_scale=layer.residual_scale,
+                    has_output_gate=part.has_output_gate,
+                    state=self._lowered_state(index),
                 )
             )
         return tuple(lowered)
+
+    def _lowered_state(self, index: int) -> LoweredState | None:
+        weights = self._weights.layers[index].state
+        if weights is None:
+            return None
+        return LoweredState(self._spec.states[index], weights, self.states.layers[index])
 
     def _query_scales(self, part: Attention) -> Array | None:
         if part.position_scale is None:
@@ -518,8 +565,11 @@ class Decoder:
         added: Added | None = None
         for layer in self._layers if through is None else through:
             self._norm(count, layer.weights.mixer_norm, added)
-            self._attend(shape, body, blocks, layer)
-            added = self._project(count, layer)
+            if layer.state is None:
+                self._attend(shape, body, blocks, layer)
+                added = self._project(count, layer)
+            else:
+                added = self._carry_state(count, body, layer.state, layer.weights)
             if layer.is_parallel:
                 if layer.weights.feed_forward_norm is not None:  # of what attention took, too
                     self._norm(count, layer.weights.feed_forward_norm, None)
@@ -725,6 +775,39 @@ class Decoder:
             **self._norm_options(),
         )
 
+    def _carry_state(
+        self, count: int, body: BodyInput, state: LoweredState, layer: LayerWeights
+    ) -> Added:
+        """The mixer of a layer that keeps a state."""
+        assert layer.qkv is not None and layer.output is not None
+        made = self._multiply(layer.qkv, self._activations, count)
+        sums = self._sums_of(layer.qkv)
+        mixed = self._state_runner.run(
+            state.part, state.weights, state.slots, sums, made.num_splits, body.chunks
+        )
+        return self._multiply(layer.output, mixed, count)
+
+    def _gate_attention(self, count: int, layer: LoweredLayer, num_splits: int) -> None:
+        """The gate's rows are the last of the GEMM that made queries, keys and values."""
+        qkv = layer.weights.qkv
+        assert qkv is not None
+        size, attended = layer.output_size, self._attended[layer.output_size]
+        gates.gate_attention[(count, -(-size // _GATE_BLOCK))](
+            attended,
+            self._sums_of(qkv),
+            qkv.num_rows - size,
+            size,
+            attended.stride(0),
+            SPLITS=num_splits,
+            BLOCK=_GATE_BLOCK,
+            enable_fp_fusion=False,
+            **self._launch_options(),
+        )
+
+    def _sums_of(self, linear: Linear) -> gates.Sums:
+        stride = self._limits.num_tokens * linear.num_rows
+        return gates.Sums(self._sums, stride, linear.num_rows)
+
     def _launch_options(self) -> dict[str, bool]:
         """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
         its results itself."""
@@ -813,6 +896,8 @@ class Decoder:
             self.tokens_per_tile(shape),
         )
         layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+        if layer.has_output_gate:
+            self._gate_attention(shape.num_tokens, layer, made.num_splits)
 
     def _attend_latents(
         self,
