@@ -162,6 +162,14 @@ class LoweredState:
     slots: LayerState
 
 
+class LatentBuffers(NamedTuple):
+    """What latent attention works in, float16, each head's numbers in whole blocks."""
+
+    vectors: Array  # [token, query_rank]: what queries are made of
+    plain: Array  # [token, head, plain_dims]: of queries, without rope
+    mixed: Array  # [token, head, kv_rank]: what attention leaves
+
+
 class Added(NamedTuple):
     """What a half of a layer left in `_sums`; the next norm adds it to the hidden states."""
 
@@ -460,12 +468,14 @@ class Decoder:
         if not known:
             return
         half = torch.float16
-        ranks = {padded(shape.query_rank) for shape in known if shape.query_rank}
-        self._query_vectors = {rank: self._zeros((tokens, rank), half) for rank in ranks}
-        sizes = {(shape.num_heads, padded(shape.plain_dims)) for shape in known}
-        self._plain_queries = {size: self._zeros((tokens, *size), half) for size in sizes}
-        sizes = {(shape.num_heads, padded(shape.kv_rank)) for shape in known}
-        self._mixed = {size: self._zeros((tokens, *size), half) for size in sizes}
+        self._latent_buffers = {
+            shape: LatentBuffers(
+                self._zeros((tokens, padded(shape.query_rank)), half),
+                self._zeros((tokens, shape.num_heads, padded(shape.plain_dims)), half),
+                self._zeros((tokens, shape.num_heads, padded(shape.kv_rank)), half),
+            )
+            for shape in set(known)
+        }
 
     def _num_sums(self, layer: LayerWeights) -> int:
         """Splits that a layer's feed-forward leaves."""
@@ -914,7 +924,7 @@ class Decoder:
         queries = self._queries[: tokens * latent.num_heads * key_dim]
         queries = queries.view(tokens, latent.num_heads, key_dim)
         self._make_latent_queries(count, body, cache, layer, latent, queries)
-        mixed = self._mixed[latent.num_heads, padded(latent.kv_rank)]
+        mixed = self._latent_buffers[latent].mixed
         tiles, tile_tokens = body.tiles(layer.group), self.tokens_per_tile(shape)
         given = AttentionInput(queries, body.tables, tiles, mixed.flatten(1), tile_tokens)
         layer.attend.attend(given, cache, layer.attention, shape.num_splits)
@@ -935,8 +945,7 @@ class Decoder:
         made = self._multiply(linear, self._activations, count)
         positions = body.fields[BodyField.POSITION]
         rope = latents.Rotation(positions, layer.rope.cosines, layer.rope.sines)
-        rank = padded(latent.query_rank)
-        vectors = self._query_vectors[rank] if rank else self.normed
+        vectors, plain, _ = self._latent_buffers[latent]
         latents.store_latent[(count,)](
             self._sums,
             rope,
@@ -959,7 +968,6 @@ class Decoder:
         if weights.query is not None:
             linear = weights.query
             made = self._multiply(linear, vectors, count)
-        plain = self._plain_queries[latent.num_heads, padded(latent.plain_dims)]
         latents.divide_queries[(count, latent.num_heads)](
             self._sums,
             rope,

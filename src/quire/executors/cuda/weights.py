@@ -421,14 +421,16 @@ def _check_latent(spec: ModelSpec, part: Attention) -> None:
         if spec.attention.latent is not None:
             _refuse(spec, f"{Feature.LATENT} beside layers of another kind")
         return
-    if part.rope is None or part.rope.dims != latent.rope_dims:
-        _refuse(spec, f"{Feature.LATENT} without rope")
+    if part.rope is None or part.rope.dims != latent.rope_dims or latent.rope_dims % 2:
+        _refuse(spec, f"{Feature.LATENT} without rope of whole pairs")
     if latent.norm.kind is not NormKind.RMS or latent.norm.has_bias or not latent.norm.has_weight:
         _refuse(spec, f"{Feature.LATENT} and {Feature.LAYER_NORMS} of its vectors")
     _check_bounds(
         {
             "kv_lora_rank": (latent.kv_rank, MAX_HEAD_DIM),
+            "qk_nope_head_dim": (part.head_dim - latent.rope_dims, MAX_HEAD_DIM),
             "qk_rope_head_dim": (latent.rope_dims, MAX_LATENT_ROPE),
+            "v_head_dim": (part.value_dim, MAX_HEAD_DIM),
             "q_lora_rank": (latent.query_rank or 0, MAX_QUERY_RANK),
         }
     )
