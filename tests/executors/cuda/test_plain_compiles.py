@@ -37,7 +37,7 @@ from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
 from quire.executors.cuda.kernels import gates, states  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
 from quire.executors.cuda.kernels import latent as latents  # noqa: E402
-from quire.executors.cuda.weights import latent_groups  # noqa: E402
+from quire.executors.cuda.latent import latent_groups  # noqa: E402
 from quire.model.states import StateKind, StateMixer  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)

@@ -25,13 +25,13 @@ from quire.executors.cuda.attention import (
 )
 from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
-from quire.executors.cuda.gemm import Gemm, factors, head_tiling, plane_pointers
+from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
 from quire.executors.cuda.kernels import gates, layers, ternary
 from quire.executors.cuda.kernels import gemm as gemm_kernels
-from quire.executors.cuda.kernels import latent as latents
 from quire.executors.cuda.kernels.attention import TokenTiles
-from quire.executors.cuda.kernels.latent import LatentShape
+from quire.executors.cuda.kernels.latent import LatentShape, Rotation
 from quire.executors.cuda.kernels.states import Chunks
+from quire.executors.cuda.latent import LatentInput, LatentRunner, latent_groups, latent_shape
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, Planes, operand_order, padded
 from quire.executors.cuda.states import LayerState, StateRunner, States, StateWeights
 from quire.executors.cuda.weights import (
@@ -41,7 +41,6 @@ from quire.executors.cuda.weights import (
     Linear,
     ModelWeights,
     NormWeights,
-    latent_groups,
 )
 from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
@@ -160,14 +159,6 @@ class LoweredState:
     part: StateMixer
     weights: StateWeights
     slots: LayerState
-
-
-class LatentBuffers(NamedTuple):
-    """What latent attention works in, float16, each head's numbers in whole blocks."""
-
-    vectors: Array  # [token, query_rank]: what queries are made of
-    plain: Array  # [token, head, plain_dims]: of queries, without rope
-    mixed: Array  # [token, head, kv_rank]: what attention leaves
 
 
 class Added(NamedTuple):
@@ -397,6 +388,7 @@ class Decoder:
             )
             for kind in kinds
         }
+        self._latents = self._new_latents()
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
@@ -429,7 +421,6 @@ class Decoder:
         )
         held = self._weights.layers
         self._make_input_buffers(tokens)
-        self._make_latent_buffers(tokens)
         dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
         linears = [linear for layer in held for linear in layer.others]
@@ -448,6 +439,20 @@ class Decoder:
         most = max((gate.num_rows for gate in gates), default=0)
         self._gate_sums = self._zeros((most * tokens,), torch.float32)
 
+    def _new_latents(self) -> LatentRunner | None:
+        """Of models with latent attention."""
+        shapes = [latent_shape(part) for part in self._spec.attentions.values()]
+        known = [shape for shape in shapes if shape is not None]
+        if not known:
+            return None
+
+        def multiply(linear: Linear, tokens: Array, count: int) -> int:
+            return self._multiply(linear, tokens, count).num_splits
+
+        tokens, options = self._limits.num_tokens, self._launch_options()
+        memory = (self._sums, self._queries)
+        return LatentRunner(known, tokens, multiply, *memory, options, self._device)
+
     def _make_input_buffers(self, tokens: int) -> None:
         """What layers get of each token, of models whose layers get any."""
         spec, part = self._spec, self._spec.layer_inputs
@@ -460,22 +465,6 @@ class Decoder:
         self._embedded = self._zeros((tokens, padded(every)), torch.float32)
         self._inputs = self._zeros((tokens, spec.num_layers, width), torch.float32)
         self._gated_inputs = self._zeros((tokens, width), torch.float16)
-
-    def _make_latent_buffers(self, tokens: int) -> None:
-        """What latent attention makes queries of and leaves, of models that have any."""
-        shapes = [_latent_shape(part) for part in self._spec.attentions.values()]
-        known = [shape for shape in shapes if shape is not None]
-        if not known:
-            return
-        half = torch.float16
-        self._latent_buffers = {
-            shape: LatentBuffers(
-                self._zeros((tokens, padded(shape.query_rank)), half),
-                self._zeros((tokens, shape.num_heads, padded(shape.plain_dims)), half),
-                self._zeros((tokens, shape.num_heads, padded(shape.kv_rank)), half),
-            )
-            for shape in set(known)
-        }
 
     def _num_sums(self, layer: LayerWeights) -> int:
         """Splits that a layer's feed-forward leaves."""
@@ -512,7 +501,7 @@ class Decoder:
                     rope=ropes[part.rope],
                     query_scales=scales[part],
                     rope_shape=_rope_shape(part, block_width(spec)),
-                    latent_shape=_latent_shape(part),
+                    latent_shape=latent_shape(part),
                     attention=attention,
                     attend=self._attentions[_heads(part)],
                     output_size=_output_size(part),
@@ -918,109 +907,19 @@ class Decoder:
         latent: LatentShape,
     ) -> None:
         """Queries against what the cache keeps, attention to it, and each head's values of that."""
-        weights, count = layer.weights.latent, shape.num_tokens
-        assert weights is not None
-        tokens, key_dim = self._limits.num_tokens, latent.key_dim
-        queries = self._queries[: tokens * latent.num_heads * key_dim]
-        queries = queries.view(tokens, latent.num_heads, key_dim)
-        self._make_latent_queries(count, body, cache, layer, latent, queries)
-        mixed = self._latent_buffers[latent].mixed
+        runner, weights, linear = self._latents, layer.weights.latent, layer.weights.qkv
+        assert runner is not None and weights is not None and linear is not None
+        count, positions = shape.num_tokens, body.fields[BodyField.POSITION]
+        rope = Rotation(positions, layer.rope.cosines, layer.rope.sines)
+        slots = body.slots(layer.group)
+        given = LatentInput(
+            *(linear, weights, rope, slots, cache.keys, layer.query_scales, layer.epsilon)
+        )
+        queries = runner.make_queries(latent, given, self._activations, count)
         tiles, tile_tokens = body.tiles(layer.group), self.tokens_per_tile(shape)
-        given = AttentionInput(queries, body.tables, tiles, mixed.flatten(1), tile_tokens)
-        layer.attend.attend(given, cache, layer.attention, shape.num_splits)
-        attended = self._attended[layer.output_size]
-        self._multiply_heads(count, weights.values, mixed, attended, in_operand_order=True)
-
-    def _make_latent_queries(
-        self,
-        count: int,
-        body: BodyInput,
-        cache: LayerCache,
-        layer: LoweredLayer,
-        latent: LatentShape,
-        queries: Array,
-    ) -> None:
-        weights, linear = layer.weights.latent, layer.weights.qkv
-        assert weights is not None and linear is not None
-        made = self._multiply(linear, self._activations, count)
-        positions = body.fields[BodyField.POSITION]
-        rope = latents.Rotation(positions, layer.rope.cosines, layer.rope.sines)
-        vectors, plain, _ = self._latent_buffers[latent]
-        latents.store_latent[(count,)](
-            self._sums,
-            rope,
-            body.slots(layer.group),
-            weights.key_norm,
-            weights.query_norm,
-            cache.keys,
-            vectors,
-            self._limits.num_tokens * linear.num_rows,
-            linear.num_rows,
-            vectors.stride(0),
-            layer.epsilon,
-            SHAPE=latent,
-            RANK=triton.next_power_of_2(latent.kv_rank),
-            QUERY_RANK=triton.next_power_of_2(max(1, latent.query_rank)),
-            SPLITS=made.num_splits,
-            num_warps=4,
-            **self._launch_options(),
-        )
-        if weights.query is not None:
-            linear = weights.query
-            made = self._multiply(linear, vectors, count)
-        latents.divide_queries[(count, latent.num_heads)](
-            self._sums,
-            rope,
-            layer.query_scales,
-            plain,
-            queries,
-            self._limits.num_tokens * linear.num_rows,
-            linear.num_rows,
-            SHAPE=latent,
-            WIDTH=plain.shape[2],
-            DIMS=triton.next_power_of_2(latent.plain_dims),
-            SPLITS=made.num_splits,
-            num_warps=1,
-            **self._launch_options(),
-        )
-        self._multiply_heads(count, weights.keys, plain, queries, positions, layer.query_scales)
-
-    def _multiply_heads(
-        self,
-        count: int,
-        planes: Planes,
-        tokens: Array,
-        out: Array,
-        positions: Array | None = None,
-        query_scales: Array | None = None,
-        *,
-        in_operand_order: bool = False,
-    ) -> None:
-        """Each head's matrix times its part of `tokens` [token, head, columns]."""
-        heads = tokens.shape[1]
-        num_rows = planes.num_rows // heads
-        shape = head_tiling(count, exact=not self._is_gpu)
-        latents.multiply_heads[(-(-num_rows // shape.rows), heads, -(-count // shape.tokens))](
-            tokens,
-            out,
-            plane_pointers(planes),
-            factors(planes),
-            self._sums if positions is None else positions,
-            query_scales,
-            count,
-            num_rows,
-            planes.num_blocks,
-            out.stride(0),
-            num_rows if in_operand_order else out.stride(1),
-            ROWS=shape.rows,
-            TOKENS=shape.tokens,
-            FORMAT=planes.layout,
-            OPERAND_ORDER=in_operand_order,
-            EXACT=not self._is_gpu,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **self._launch_options(),
-        )
+        seen = AttentionInput(queries, body.tables, tiles, runner.mixed(latent), tile_tokens)
+        layer.attend.attend(seen, cache, layer.attention, shape.num_splits)
+        runner.make_values(latent, weights, self._attended[layer.output_size], count)
 
     def _queries_of(self, layer: LoweredLayer) -> Array:
         tokens, shape = self._limits.num_tokens, layer.rope_shape
@@ -1248,7 +1147,7 @@ def _heads(part: Attention) -> _Heads:
 
 def _query_width(part: Attention) -> int:
     """Numbers of a token's queries as attention takes them."""
-    shape = _latent_shape(part)
+    shape = latent_shape(part)
     return part.query_size if shape is None else shape.num_heads * shape.key_dim
 
 
@@ -1260,21 +1159,6 @@ def _norm_epsilon(part: Attention) -> float:
     if part.latent is not None:
         return part.latent.norm.epsilon
     return 0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon
-
-
-def _latent_shape(part: Attention) -> LatentShape | None:
-    latent = part.latent
-    if latent is None:
-        return None
-    return LatentShape(
-        num_heads=part.num_heads,
-        plain_dims=part.head_dim - latent.rope_dims,
-        rope_dims=latent.rope_dims,
-        kv_rank=latent.kv_rank,
-        query_rank=latent.query_rank or 0,
-        is_interleaved=part.rope is not None and part.rope.interleaved,
-        block_size=BLOCK_SIZE,
-    )
 
 
 def _rope_shape(part: Attention, width: int) -> layers.RopeShape:

@@ -70,7 +70,6 @@ _MIN_TERNARY_SPLIT_BLOCKS = 4
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROPE = 128
 MAX_QUERY_RANK = 1 << 13
-_LATENT_HEADS = 16  # of a program
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
@@ -406,13 +405,6 @@ def _check_shape(spec: ModelSpec) -> None:
     )
     for part in parts:
         _check_heads(spec, part)
-
-
-def latent_groups(num_heads: int) -> int:
-    """Programs that the heads of latent attention are divided among."""
-    counts = range(1, num_heads + 1)
-    most = _LATENT_HEADS
-    return next(n for n in counts if num_heads % n == 0 and num_heads // n <= most)
 
 
 def _check_latent(spec: ModelSpec, part: Attention) -> None:
