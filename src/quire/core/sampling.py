@@ -40,10 +40,12 @@ class Constraint:
         if not isinstance(self.value, str):
             raise _wrong(f"a constraint's value is a string, got {self.value!r:.100}")
         if len(self.value) > MAX_CONSTRAINT_LENGTH:
-            raise _wrong(
-                f"structured ({self.kind}) has {len(self.value)} characters; the limit is "
-                f"{MAX_CONSTRAINT_LENGTH}"
+            is_answer = self.kind == "answer"  # which is put together of what a call says
+            what = (
+                "schemas of tools and answer have" if is_answer else f"structured ({self.kind}) has"
             )
+            length, limit = len(self.value), MAX_CONSTRAINT_LENGTH
+            raise _wrong(f"{what} {length} characters; the limit is {limit}")
 
     @classmethod
     def json(cls, schema: object) -> "Constraint":
