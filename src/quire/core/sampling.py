@@ -40,12 +40,11 @@ class Constraint:
         if not isinstance(self.value, str):
             raise _wrong(f"a constraint's value is a string, got {self.value!r:.100}")
         if len(self.value) > MAX_CONSTRAINT_LENGTH:
-            is_answer = self.kind == "answer"  # which is put together of what a call says
-            what = (
-                "schemas of tools and answer have" if is_answer else f"structured ({self.kind}) has"
-            )
             length, limit = len(self.value), MAX_CONSTRAINT_LENGTH
-            raise _wrong(f"{what} {length} characters; the limit is {limit}")
+            if self.kind == "answer":  # which is put together of what a call says
+                message = f"schemas of tools and answer have {length} characters"
+                raise RequestError(f"{message}; the limit is {limit}", param="tools")
+            raise _wrong(f"structured ({self.kind}) has {length} characters; the limit is {limit}")
 
     @classmethod
     def json(cls, schema: object) -> "Constraint":
