@@ -93,6 +93,8 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h_moe",
     "nemotron_h_moe-latent": "nemotron_h_moe",
+    "mamba": "mamba",
+    "falcon_mamba": "mamba",
     "mamba2": "mamba2",
     "falcon-h1": "falcon-h1",
     "falcon-h1-normed": "falcon-h1",
@@ -575,6 +577,16 @@ def _mamba2(config: Config) -> dict[str, Field]:
     }
 
 
+def _mamba1(config: Config) -> dict[str, Field]:
+    own = {**config, "n_groups": 0, "num_heads": config["time_step_rank"], "head_dim": 0}
+    fields = _mamba2(own) | {
+        "ssm.inner_size": config["expand"] * config["hidden_size"],
+        "ssm.dt_b_c_rms": config["model_type"] == "falcon_mamba",
+    }
+    del fields["ssm.group_count"]
+    return fields
+
+
 def _mpt(config: Config) -> dict[str, Field]:
     return {
         "context_length": config["max_seq_len"],
@@ -605,6 +617,7 @@ _ALONE: dict[str, Callable[[Config], dict[str, Field]]] = {
     "bloom": _bloom,
     "mpt": _mpt,
     "mamba2": _mamba2,
+    "mamba": _mamba1,
     "minicpm3": _minicpm3,
     "gpt2": _gpt2,
     "starcoder": _starcoder,
@@ -790,6 +803,11 @@ def _with_states(architecture: str, model: Model, tensors: dict[str, Floats]) ->
         }
         if architecture in DELTA_NETS:
             own = _delta_net_tensors(architecture, part, own)
+        elif architecture == "mamba":
+            own["ssm_in.weight"] = np.concatenate(
+                [own["ssm_in.weight"], own.pop("ssm_gate.weight")]
+            )
+            own |= {name: own.pop(f"{name}.weight") for name in ("ssm_a", "ssm_d")}
         elif architecture in MAMBAS:
             names = [f"ssm_{name}.weight" for name in ("gate", "in", "alpha")]
             own["ssm_in.weight"] = np.concatenate([own.pop(name) for name in names])

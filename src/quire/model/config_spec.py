@@ -500,6 +500,7 @@ def _halves(fields: Fields) -> tuple[Half, ...]:
 _STATE_LAYERS = {
     StateKind.DELTA_NET: ("linear_attention",),
     StateKind.MAMBA: ("linear_attention", "mamba"),
+    StateKind.MAMBA_1: ("linear_attention", "mamba"),
     StateKind.CONVOLUTION: ("conv",),
 }
 _ATTENTION_LAYERS = ("full_attention", "attention")
@@ -569,6 +570,8 @@ def _state_mixer(
             norm_epsilon=norm.epsilon,
         )
     fields.refuse(dict.fromkeys(("mamba_proj_bias", "projectors_bias", "use_bias"), (False,)))
+    if kind is StateKind.MAMBA_1:
+        return _first_mamba(family, fields, hidden_size, norm)
     _refuse_time_steps(fields)
     has_norm = _says(family.state_norm_if or True, fields)
     if has_norm:
@@ -590,6 +593,26 @@ def _state_mixer(
         has_convolution_bias=fields.boolean("mamba_conv_bias", True),
         has_norm=has_norm,
         norm_epsilon=norm.epsilon,
+    )
+
+
+def _first_mamba(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> StateMixer:
+    limit = MAX_SIZES["head_dim"]
+    rank = -(-hidden_size // 16)
+    if fields.get("mamba_dt_rank") != "auto":
+        rank = fields.integer("mamba_dt_rank", high=limit)
+    own = fields.optional_number("mixer_rms_eps")  # falcon_mamba's
+    return StateMixer(
+        kind=StateKind.MAMBA_1,
+        kernel=fields.integer("mamba_d_conv", high=limit),
+        key_dim=fields.integer("mamba_d_state", high=limit),
+        value_dim=fields.integer("mamba_expand", high=limit) * hidden_size,
+        has_convolution_bias=fields.boolean("mamba_conv_bias", True),
+        has_norm=False,
+        step_rank=rank,
+        has_step_norms=family.has_step_norms,
+        has_step_weights=family.has_step_norms and own is None,
+        norm_epsilon=norm.epsilon if own is None else own,
     )
 
 

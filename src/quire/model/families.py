@@ -70,6 +70,22 @@ _DELTA_NET_KEYS = {
     *("attention.recurrent_layers", "full_attention_interval", "nextn_predict_layers"),
     *("rope.dimension_sections", "ssm.v_head_reordered"),
 }
+_FIRST_MAMBA: dict[str, object] = {
+    "max_position_embeddings": 1 << 20,  # as GGUF files have: there are no positions
+    "layer_norm_epsilon": 1e-5,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": "auto",
+    "mamba_conv_bias": True,
+}
+_FIRST_MAMBA_KEYS = {
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+    "time_step_rank": "mamba_dt_rank",
+    "use_conv_bias": "mamba_conv_bias",
+}
 _MULTIPLIERS = {
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "mlp_multipliers"),
     *("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
@@ -937,6 +953,29 @@ FAMILIES = (
             shared_size="moe_shared_expert_intermediate_size",
             is_there_if="n_routed_experts",
         ),
+    ),
+    Family(
+        name="mamba",
+        architectures=("mamba",),
+        model_types=("mamba",),
+        state=StateKind.MAMBA_1,
+        has_states_alone=True,
+        epsilon="layer_norm_epsilon",
+        config_defaults={"tie_word_embeddings": True, **_FIRST_MAMBA},
+        config_keys=_FIRST_MAMBA_KEYS,
+        config_names={"norm": "attn_norm"},
+        gguf_reads=frozenset({*_SSM_KEYS, "ssm.dt_b_c_rms"}),
+    ),
+    Family(
+        name="mamba",
+        model_types=("falcon_mamba",),
+        state=StateKind.MAMBA_1,
+        has_states_alone=True,
+        has_step_norms=True,
+        epsilon="layer_norm_epsilon",
+        config_defaults={"tie_word_embeddings": True, "mixer_rms_eps": 1e-6, **_FIRST_MAMBA},
+        config_keys=_FIRST_MAMBA_KEYS,
+        config_names={"norm": "attn_norm"},
     ),
     Family(
         name="mamba2",
@@ -1961,7 +2000,7 @@ WITH_SENSES = {
 
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
-    "state-space layers": (*("mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "plamo2"),),
+    "state-space layers": (*("jamba", "zamba", "zamba2", "plamo2"),),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
     "alternating updates of several states": ("gemma3n", "gemma3n_text"),

@@ -141,6 +141,7 @@ class Family:
     has_single_halves: bool = False  # a layer is one half, which files list
     has_states_alone: bool = False  # a layer is a state
     has_state_beside: bool = False  # every layer keeps a state beside its attention
+    has_step_norms: bool = False  # of what Mamba 1 makes its time steps, keys and queries of
     state_norm_if: str | None = None  # what states leave is normed only where this field says so
     windows: Windows = Windows.NONE
     full_every: int = 1  # 0: never
