@@ -41,7 +41,7 @@ SETTINGS = {
 FEW = 7  # blocks
 PART = ("granitehybrid", "lfm2", "qwen35", "mamba")  # one of each kind
 # Beside attention, in layers of one half alone, and without attention.
-OTHERS = ("falcon-h1", "nemotron_h_moe", "mamba2")
+OTHERS = ("falcon-h1", "nemotron_h_moe", "mamba2", "jamba")
 
 
 class PoisonedExecutor(ReferenceExecutor):

@@ -673,6 +673,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 2,
         },
     ),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "mamba": ("mamba", FIRST_MAMBA),
     "falcon_mamba": (
         "falcon_mamba",

@@ -533,6 +533,10 @@ def _state_layers(kind: StateKind, fields: Fields, num_layers: int) -> list[bool
         listed = _layer_numbers(fields, "full_attn_idxs")
         if listed is not None:
             return [layer not in listed for layer in range(num_layers)]
+        period = fields.optional_integer("attn_layer_period", high=MAX_SIZES["num_layers"])
+        if period is not None:  # Jamba's
+            first = fields.integer("attn_layer_offset", low=0, high=MAX_SIZES["num_layers"])
+            return [layer % period != first for layer in range(num_layers)]
         every = fields.optional_integer("full_attention_interval", high=MAX_SIZES["num_layers"])
         return [every is None or (layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -663,6 +667,8 @@ def _feed_forwards(
 def _has_experts(routing: Routing, fields: Fields) -> bool:
     """A boolean says so, or a count."""
     key = routing.is_there_if
+    if routing.layers is RoutedLayers.PERIODS:
+        return fields.integer("num_experts", low=0, high=MAX_SIZES["num_experts"]) > 1
     if key is None or isinstance(fields.get(key), int):
         return key is None or bool(fields.get(key))
     return fields.boolean(key, False)
@@ -775,6 +781,10 @@ def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[
             first = fields.integer("moe_layer_start_index", low=0, high=limit)
             last = fields.integer("moe_layer_end_index", -1, low=-1, high=limit)
             return [first <= layer and (last < 0 or layer <= last) for layer in layers]
+        case RoutedLayers.PERIODS:
+            period = fields.integer("expert_layer_period", high=limit)
+            first = fields.integer("expert_layer_offset", low=0, high=limit)
+            return [layer % period == first for layer in layers]
         case RoutedLayers.LISTED:
             listed = _layer_numbers(fields, "moe_layers")
             step = fields.integer("interleave_moe_layer_step", 1, high=limit)

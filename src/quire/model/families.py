@@ -814,6 +814,32 @@ FAMILIES = (
         reads=frozenset({"partial_rotary_factor"}),
     ),
     Family(
+        name="jamba",
+        architectures=("jamba",),
+        model_types=("jamba",),
+        state=StateKind.MAMBA_1,
+        has_step_norms=True,
+        no_rope=NoRope.ALL,
+        config_defaults={
+            "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 8,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True,
+        },
+        config_names={"pre_ff_layernorm": "ffn_norm"},
+        gguf_reads=frozenset(_SSM_KEYS),
+        routing=Routing(normalises=False, layers=RoutedLayers.PERIODS),
+    ),
+    Family(
         name="falcon-h1",
         architectures=("falcon-h1",),
         model_types=("falcon_h1",),
@@ -2000,7 +2026,7 @@ WITH_SENSES = {
 
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
-    "state-space layers": (*("jamba", "zamba", "zamba2", "plamo2"),),
+    "state-space layers": (*("zamba", "zamba2", "plamo2"),),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
     "alternating updates of several states": ("gemma3n", "gemma3n_text"),

@@ -61,6 +61,7 @@ class RoutedLayers(StrEnum):
     AFTER_DENSE = "after dense"  # those from first_k_dense_replace on
     SPAN = "span"  # from moe_layer_start_index to moe_layer_end_index, or to the last
     LISTED = "listed"  # moe_layers; where there is none each interleave_moe_layer_step-th
+    PERIODS = "periods"  # each expert_layer_period-th from expert_layer_offset on; GGUF's tensors
 
 
 class ExpertLayout(StrEnum):

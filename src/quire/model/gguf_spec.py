@@ -15,6 +15,7 @@ from quire.model.family import (
     Family,
     NoRope,
     Placement,
+    RoutedLayers,
     Routing,
     Scales,
     Windows,
@@ -553,6 +554,12 @@ def _feed_forwards(
             replace(dense, size=size) if is_fed else None
             for size, is_fed in zip(every, feeds, strict=True)
         )
+    if family.routing.layers is RoutedLayers.PERIODS:
+        names = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(num_layers)]
+        if not any(name in tensors for name in names):
+            return (dense,) * num_layers
+        routed = _experts(family.routing, fields, tensors, dense)
+        return tuple(routed if name in tensors else dense for name in names)
     experts = _experts(family.routing, fields, tensors, dense)
     if family.routing.is_beside_dense:
         router = replace(experts.router, input_norm=_without_weights(norm))
