@@ -33,6 +33,8 @@ from quire.model.spec import (
 )
 from quire.tokenizer import Tokenizer
 
+_FLOAT_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
@@ -140,10 +142,11 @@ class CpuForecast(NamedTuple):
 
 
 class CudaForecast(NamedTuple):
-    """Bytes of the KV cache on the CUDA executor."""
+    """Bytes that requests take on the CUDA executor."""
 
     kv_per_token: int
     kv_per_token_8bit: int  # as int8 or fp8
+    state: int  # of a sequence; 0: no layer keeps one
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +414,8 @@ def _runs_on_cpu(spec: ModelSpec) -> bool:
 
 
 def _cuda_forecast(spec: ModelSpec) -> CudaForecast:
-    return CudaForecast(*(kv_bytes_per_token(spec, is_8bit) for is_8bit in (False, True)))
+    halves, in_bytes = (kv_bytes_per_token(spec, is_8bit) for is_8bit in (False, True))
+    return CudaForecast(halves, in_bytes, _FLOAT_BYTES * spec.num_state_elements)
 
 
 def _cpu_forecast(model: Model) -> CpuForecast:

@@ -52,7 +52,7 @@ class Cost:
             kv_bytes=subject.assembly.memory.kv_per_token,
             layer_weights=facts.matrix_weights - head,
             head_weights=head,
-            attention_size=spec.query_size * spec.num_layers,
+            attention_size=sum(part.query_size for part in spec.attentions.values()),
         )
 
     def decode_bytes(self, steps: list[StepTime], context: float) -> float:

@@ -35,6 +35,19 @@ def test_a_sound_file_is_described(text_model: Path) -> None:
         assert fact in run.out
 
 
+def test_a_state_is_counted_on_every_device(tmp_path: Path) -> None:
+    path = write_drawn("qwen35", tmp_path)
+    memory = json.loads(quire("inspect", path, "--json").out)["memory"]
+    # Three layers of four heads of [8, 8], values in whole vectors on the CPU, and three inputs of
+    # 64 channels each.
+    assert memory["cuda"]["state"] == 4 * 3 * (4 * 8 * 8 + 3 * 64)
+    assert memory["cpu"]["state"] == 4 * 3 * (4 * 8 * 16 + 3 * 64)
+    lines = quire("inspect", path).out.splitlines()
+    stated = [line for line in lines if "a state of" in line]
+    assert ["cpu" in line for line in stated] == [True, False]
+    assert "as int8 or fp8), a state of 5.2 KiB a sequence" in stated[1]
+
+
 def test_json_holds_the_figures() -> None:
     run = quire("inspect", TINY, "--json")
     assert run.code == 0

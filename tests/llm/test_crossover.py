@@ -52,6 +52,15 @@ def test_steps_are_measured_as_far_as_there_are_blocks() -> None:
     assert found == {1: 1.0, 2: 1.0}  # each sequence has 8 blocks
 
 
+def test_steps_are_measured_as_far_as_there_are_states() -> None:
+    ticks = iter(range(1000))
+    with running.opened("dummy:tiny-qwen35", num_blocks=512) as executor:
+        assert executor.capacity.num_states
+        found = step_seconds(executor, repeats=2, clock=lambda: float(next(ticks)))
+    counts = [count for count in crossover.COUNTS if 2 * count <= executor.capacity.num_states]
+    assert found == dict.fromkeys(counts, 1.0)
+
+
 def test_no_larger_step_is_begun_with_once_the_time_is_over() -> None:
     ticks = iter(range(1000))
     with running.opened("dummy:tiny", num_blocks=512) as executor:

@@ -173,6 +173,19 @@ def test_options_that_a_device_does_not_take_are_refused(
         device_of(Options(device=device, **given))
 
 
+def test_a_gpus_memory_is_divided_between_states_and_keys() -> None:
+    options = Options(max_batch_size=64, kv_memory="1MiB")
+    each = options.engine_config().states_per_sequence
+    with load_model("dummy:tiny-qwen35") as model:
+        wanted = CudaDevice.memory_plan(FakeGpu(None), model, options)
+        assert wanted.state_bytes == 4 * model.spec.num_state_elements
+        assert wanted.num_states >= 64 * each
+        room = wanted.weights + wanted.workspace + (1 << 20) + 9 * wanted.state_bytes
+        gpu = FakeGpu(None)
+        gpu.available_memory = lambda: room  # type: ignore[method-assign]
+        assert CudaDevice.memory_plan(gpu, model, options).num_states == 9
+
+
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_a_batch_is_as_large_as_there_is_memory_for_its_states(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

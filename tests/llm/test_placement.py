@@ -85,6 +85,19 @@ def test_what_cannot_fit_is_said_with_figures(model: Model) -> None:
         placed(model, 1 << 40, 5, max_context=100000)
 
 
+def test_layers_stay_with_those_whose_keys_and_values_they_read(model: Model) -> None:
+    *layers, last = model.spec.layers
+    shared = replace(last, mixer=replace(last.attention, kv_layer=1))
+    reader = replace(model, spec=replace(model.spec, layers=(*layers, shared)))
+    count = len(layers)  # all but the first
+    assert placed(reader, 1 << 40, count).gpu_layers == count
+    with pytest.raises(UnsupportedModelError, match=f"layer {count} those of layer 1, and cannot"):
+        placed(reader, 1 << 40, count - 1)
+    assert placed(model, LITTLE).gpu_layers != count
+    with pytest.raises(ConfigError, match=f"{count} layers, the head"):
+        placed(reader, LITTLE)
+
+
 def test_every_layer_on_the_gpu_needs_no_placement(model: Model) -> None:
     sizes = PlacementSizes(max_batch_size=2, chunk=64, kv_bytes=None, max_context=None, threads=1)
     assert place(model, sizes, 99, 1 << 40, None) is None
@@ -139,6 +152,14 @@ def test_feed_forwards_on_the_gpu_leave_attention_and_the_cache_to_the_cpu(model
         fed(model, GPU_OVERHEAD + 4 * MEBIBYTE)
     with pytest.raises(ConfigError, match="max_context is 100000"):
         fed(model, max_context=100000)
+
+
+def test_layers_that_keep_a_state_stay_on_one_device() -> None:
+    with load_model("dummy:tiny-qwen35") as model:
+        with pytest.raises(UnsupportedModelError, match="layers of gated DeltaNet, which run"):
+            placed(model, LITTLE, 1)
+        with pytest.raises(UnsupportedModelError, match="layers of gated DeltaNet, which run"):
+            fed(model)
 
 
 def test_halves_side_by_side_cannot_be_taken_apart(model: Model) -> None:

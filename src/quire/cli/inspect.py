@@ -205,8 +205,7 @@ def _cpu_lines(forecast: CpuForecast) -> list[str]:
     return [
         f"cpu executor: weights {format_bytes(forecast.weights)} packed, keys and values "
         f"{format_bytes(forecast.kv_per_token)} a token "
-        f"({format_bytes(forecast.kv_per_token_int8)} as int8)"
-        + (f", a state of {format_bytes(forecast.state)} a sequence" if forecast.state else ""),
+        f"({format_bytes(forecast.kv_per_token_int8)} as int8){_state(forecast.state)}",
         f"              {format_bytes(forecast.peak)} at most in memory with one whole context",
     ]
 
@@ -214,8 +213,12 @@ def _cpu_lines(forecast: CpuForecast) -> list[str]:
 def _cuda_lines(forecast: CudaForecast) -> list[str]:
     return [
         f"cuda executor: keys and values {format_bytes(forecast.kv_per_token)} a token "
-        f"({format_bytes(forecast.kv_per_token_8bit)} as int8 or fp8)"
+        f"({format_bytes(forecast.kv_per_token_8bit)} as int8 or fp8){_state(forecast.state)}"
     ]
+
+
+def _state(num_bytes: int) -> str:
+    return f", a state of {format_bytes(num_bytes)} a sequence" if num_bytes else ""
 
 
 def _device_lines(facts: DeviceFacts) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from quire.core.errors import QuireError
-from quire.core.plan import BlockCopy, Sampling, SequencePlan, StepPlan, Want
+from quire.core.plan import NO_STATE, BlockCopy, Sampling, SequencePlan, StepPlan, Want
 from quire.core.sampling import SamplingParams
 from quire.core.version import own_version
 from quire.executors.base import BLOCK_SIZE, Executor
@@ -41,12 +41,14 @@ def step_seconds(
     clock: Callable[[], float] = time.perf_counter,
     most_seconds: float = math.inf,
 ) -> StepSeconds:
-    """Medians of decodes of so many sequences, as far as the executor has blocks and batch, and as
-    are begun within `most_seconds`."""
+    """Medians of decodes of so many sequences, as far as the executor has blocks, states and batch,
+    and as are begun within `most_seconds`."""
     capacity = executor.capacity
     context = min(_CONTEXT, capacity.max_context)
     each = -(-context // capacity.block_size) * len(capacity.windows)
     most = min(capacity.max_batch_size, capacity.max_step_tokens, capacity.num_blocks // each)
+    if capacity.num_states:
+        most = min(most, capacity.num_states // 2)
     found: dict[int, float] = {}
     begun = clock()
     for count in (count for count in counts if count <= most):
@@ -72,6 +74,7 @@ def _fill(executor: Executor, rows: Sequence[SequencePlan]) -> None:
     """Give each row a context to attend to: the first one's is computed, the others' are copies."""
     first = rows[0]
     prompt = first._replace(start=0, tokens=(1,) * first.start, want=Want.NOTHING)
+    prompt = prompt._replace(states=(NO_STATE, *first.states[:1]) if first.states else ())
     _run(executor, (prompt,) if first.start else ())
     copies: list[BlockCopy] = []
     for row in rows[1:]:
@@ -91,7 +94,10 @@ def _row(executor: Executor, index: int, context: int) -> SequencePlan:
     first = index * length * groups
     tables = [tuple(range(first + g * length, first + (g + 1) * length)) for g in range(groups)]
     row = SequencePlan(index, context - 1, (1,), None, tables[0], Want.SAMPLE, _GREEDY)
-    return row._replace(other_tables=tuple(tables[1:]))
+    states: tuple[int, ...] = ()
+    if capacity.num_states:  # those that others read are of no tokens: as fast to compute with
+        states = (2 * index if row.start else NO_STATE, 2 * index + 1)
+    return row._replace(other_tables=tuple(tables[1:]), states=states)
 
 
 def _run(

@@ -265,6 +265,15 @@ def _with_states(plan: MemoryPlan, options: Options) -> MemoryPlan:
     return plan.with_states(wanted, fewest=each, kv_memory=options.kv_memory)
 
 
+def _warn_of_states(executor: Executor, options: Options) -> None:
+    fitting = options.engine_config().batch_size(executor.capacity)
+    if executor.capacity.num_states and fitting < options.max_batch_size:
+        _warn_once(
+            f"there is memory for the states of a batch of {fitting}, not of max_batch_size "
+            f"({options.max_batch_size}): batches are of {fitting} at most"
+        )
+
+
 class _HostDevice(Device):
     """A device in the machine's own memory: the KV cache is sized before weights are loaded."""
 
@@ -274,12 +283,7 @@ class _HostDevice(Device):
         num_blocks = memory.num_blocks(memory.pool_bytes(options.kv_memory), options.max_context)
         memory.check_batch(num_blocks, options.max_batch_size)
         executor = self.make_executor(model, num_blocks, options, memory.num_states)
-        fitting = options.engine_config().batch_size(executor.capacity)
-        if memory.num_states and fitting < options.max_batch_size:
-            _warn_once(
-                f"there is memory for the states of a batch of {fitting}, not of max_batch_size "
-                f"({options.max_batch_size}): batches are of {fitting} at most"
-            )
+        _warn_of_states(executor, options)
         return Loaded(executor, memory)
 
     @abstractmethod
@@ -466,7 +470,7 @@ class CudaDevice(Device):
         """As far as it can be known before loading."""
         is_8bit = options.kv_cache_dtype != "auto"
         layout = grouped(model.spec, BLOCK_SIZE)
-        return MemoryPlan(
+        plan = MemoryPlan(
             memory_estimate(model, num_kv_tokens=0).weights,
             kv_bytes_per_token(model.spec, is_8bit),
             self.available_memory(),
@@ -474,7 +478,9 @@ class CudaDevice(Device):
             windows=layout.windows,
             group_bytes=kv_bytes_in_block(model.spec, layout, is_8bit),
             chunk=options.engine_config().smallest_chunk,
+            state_bytes=_FLOAT_BYTES * model.spec.num_state_elements,
         )
+        return _with_states(plan, options)
 
     def why_unsupported(self, model: Model, /) -> str | None:
         from quire.executors.cuda import check_fits
@@ -494,8 +500,10 @@ class CudaDevice(Device):
             weights=in_use["weights"],
             available=sum(in_use.values()),
             workspace=0,
+            num_states=executor.capacity.num_states,
         )
         memory.check_batch(executor.capacity.num_blocks, options.max_batch_size)
+        _warn_of_states(executor, options)
         return Loaded(executor, memory)
 
     def unload(self, executor: Executor) -> None:
@@ -518,6 +526,7 @@ class CudaDevice(Device):
             num_blocks=num_blocks,
             invariant=options.invariant,
             kv_type=cast(KVType, options.kv_cache_dtype),  # check_options saw to it
+            num_states=self.memory_plan(model, options).num_states,
         )
         executor = CudaExecutor(model, sizes, layout=grouped(model.spec, BLOCK_SIZE))
         _warm_up(executor)
@@ -791,7 +800,8 @@ def _better(options: Options, model: Model, notify: Callable[[str], None]) -> Ch
         f"{1000 * times['cpu'][count]:.1f} ms on the CPU"
     )
     if not options.invariant:
-        most = 0 if options.engine.get("prefix_reuse") else small_batch(times)
+        on_one = options.engine.get("prefix_reuse") or model.spec.states
+        most = 0 if on_one else small_batch(times)
         if not most:
             return Choice(on_gpu, reason)
         return Choice(

@@ -94,6 +94,7 @@ def place(
         counts = [x for x in every if why_not_cut(model.spec, total - x) is None] or [1]
     else:
         counts = [gpu_layers]
+    _check_states(model)
     for count in counts:
         found = _placement(model, sizes, count, gpu_memory, cpu_memory)
         if _fits(found, last_layers(model, total - count), gpu_memory):
@@ -107,6 +108,7 @@ def place_feed_forwards(
 ) -> Placement:
     """Put every feed-forward and the head on a GPU of so much memory, attention on the CPU. A
     ConfigError has the figures where they do not fit."""
+    _check_states(model)
     if any(layer.is_parallel for layer in model.spec.layers):
         raise UnsupportedModelError(
             f"the {model.spec.family} model has {Feature.PARALLEL_HALVES}, which "
@@ -130,6 +132,16 @@ def place_feed_forwards(
     if not _fits(found, part, gpu_memory):
         raise _too_large(found, gpu_memory)
     return found
+
+
+def _check_states(model: Model) -> None:
+    """A step is computed in pieces, and a state between two of them would need a slot."""
+    kinds = dict.fromkeys(part.kind for part in model.spec.states.values())
+    if kinds:
+        raise UnsupportedModelError(
+            f"the {model.spec.family} model has layers of {' and '.join(kinds)}, which run on one "
+            "device alone: use device='cuda' without gpu_layers and placement, or device='cpu'"
+        )
 
 
 def _fits(found: Placement, part: Model, gpu_memory: int) -> bool:

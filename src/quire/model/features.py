@@ -124,7 +124,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.RESIDUAL_SCALE, Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE}
         | {Feature.LOGIT_SOFT_CAP, Feature.ATTENTION_SOFT_CAP, Feature.OTHER_ATTENTION_SCALE}
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
-        | {Feature.ALIBI}
+        | {Feature.ALIBI, Feature.OUTPUT_GATE}
+        | {Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS}
         | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.RELU2}
         | {Feature.CLAMPED_SWIGLU, Feature.XIELU, Feature.DIFFERENT_LAYERS}
         | {Feature.LEARNED_POSITIONS, Feature.EMBEDDING_NORM, Feature.HEAD_BIAS}

@@ -37,12 +37,13 @@ def shape_of(number: int) -> tuple[dict[str, Any], str]:
     def pick(*values: Any) -> Any:
         return values[int(rng.integers(len(values)))]
 
-    head_dim = pick(2, 4, 6, 8, 14, 16, 18, 30, 32, 34, 64, 64, 66, 80, 96, 128, 128, 130, 192, 256)
+    sizes = (2, 4, 6, 8, 14, 16, 18, 30, 32, 34, 64, 64, 66, 80, 96, 128, 128, 130, 192, 256)
+    head_dim = pick(*sizes, 258, 512)
     kv_heads = pick(1, 1, 2, 3, 5, 8)
     groups = (1, 2, 3, 4, 7, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 127, 128, 129, 256)
     num_layers = pick(1, 1, 2, 3)
     dims = 2 * int(rng.integers(1, head_dim // 2 + 1))
-    sizes = {
+    fields = {
         "hidden_size": pick(1, 2, 31, 32, 33, 255, 256, 257, 512, 1000, 2304),
         "ffn_size": pick(1, 8, 31, 33, 255, 256, 257, 640),
         "num_layers": num_layers,
@@ -60,7 +61,7 @@ def shape_of(number: int) -> tuple[dict[str, Any], str]:
         "qk_norm": bool(pick(0, 0, 1)),
         "tied_head": bool(pick(0, 1)),
     }
-    return sizes, pick(*FORMATS)
+    return fields, pick(*FORMATS)
 
 
 def made(number: int) -> Model:

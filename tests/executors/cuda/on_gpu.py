@@ -31,7 +31,7 @@ from unittest.mock import patch
 import numpy as np
 
 from quire.core.config import EngineConfig
-from quire.core.plan import NO_BLOCK, SequencePlan, StepPlan, Want
+from quire.core.plan import NO_BLOCK, NO_STATE, SequencePlan, StepPlan, Want
 from quire.core.request import Ended
 from quire.core.sampling import Constraint, SamplingParams
 from quire.engine.engine import Engine
@@ -59,10 +59,11 @@ BUSY_LIMIT = 0.8
 
 
 def executor_for(name: str | Path, blocks: int, *, groups: bool = True, **sizes: Any) -> Any:
-    """With so many blocks for each group of layers, or one group."""
+    """With so many blocks for each group of layers, or one group, and states for a full batch."""
     with load_model(name) as model:
         layout = grouped(model.spec, BLOCK_SIZE) if groups else one_group(model.spec)
         kv_type: Any = sys.argv[3] if len(sys.argv) > 3 else "auto"
+        sizes["num_states"] = 4 * sizes["max_batch_size"] + 8
         config = CudaConfig(num_blocks=blocks * len(layout.windows), kv_type=kv_type, **sizes)
         found = CudaExecutor(model, config, layout=layout)
     found.warm_up()
@@ -155,7 +156,7 @@ def check_same(name: str) -> bool:
 
 
 def check_kv(executor: CudaExecutor) -> bool:
-    """Keys and values of one prompt, computed whole and in chunks of several sizes."""
+    """Keys, values and the state of one prompt, computed whole and in chunks of several sizes."""
     tokens = tuple(np.random.default_rng(5).integers(0, 500, 300).tolist())
     count = -(-len(tokens) // 16)
     groups = len(executor.capacity.windows)
@@ -163,9 +164,12 @@ def check_kv(executor: CudaExecutor) -> bool:
         size: group_tables(count, groups, at * count * groups)
         for at, size in enumerate((300, 1, 7, 64))
     }
-    for size, own in tables.items():
-        for start in range(0, len(tokens), size):
-            plan = planned(start, tokens[start : start + size], own, Want.NOTHING)
+    states: dict[int, tuple[int, ...]] = {}
+    for at, (size, own) in enumerate(tables.items()):
+        for step, start in enumerate(range(0, len(tokens), size)):
+            states[size] = slots_of(executor, step, 2 * at)
+            chunk = tokens[start : start + size]
+            plan = planned(start, chunk, own, Want.NOTHING, states[size])
             executor.collect(executor.submit(StepPlan(0, (plan,))))
     whole, *others = tables.values()
     blocks = executor._blocks
@@ -177,7 +181,29 @@ def check_kv(executor: CudaExecutor) -> bool:
         for table, first in zip(own, whole, strict=True)
     )
     print(f"keys and values of chunks of {list(tables)}: {'same bytes' if same else 'DIFFER'}")
-    return bool(same)
+    return bool(same) & check_states(executor, states)
+
+
+def check_states(executor: CudaExecutor, slots: Mapping[int, tuple[int, ...]]) -> bool:
+    """The states that chunks of each size left, in these slots."""
+    if not executor.capacity.num_states:
+        return True
+    whole, *others = (target for _, target in slots.values())
+    same = all(
+        kept[target].equal(kept[whole])
+        for layer in executor._decoder.states.layers.values()
+        for kept in (layer.kept, layer.matrices)
+        for target in others
+    )
+    print(f"states of chunks of {list(slots)}: {'same bytes' if same else 'DIFFER'}")
+    return same
+
+
+def slots_of(executor: CudaExecutor, step: int, first: int) -> tuple[int, ...]:
+    """Of a sequence's row, its `step`th: two slots from `first` on are read and written in turn."""
+    if not executor.capacity.num_states:
+        return ()
+    return first + (step - 1) % 2 if step else NO_STATE, first + step % 2
 
 
 def group_tables(count: int, groups: int, first: int = 0) -> list[tuple[int, ...]]:
@@ -187,10 +213,14 @@ def group_tables(count: int, groups: int, first: int = 0) -> list[tuple[int, ...
 
 
 def planned(
-    start: int, tokens: tuple[int, ...], tables: Sequence[tuple[int, ...]], want: Want
+    start: int,
+    tokens: tuple[int, ...],
+    tables: Sequence[tuple[int, ...]],
+    want: Want,
+    states: tuple[int, ...] = (),
 ) -> SequencePlan:
     others = tuple(tables[1:])
-    return SequencePlan(0, start, tokens, None, tables[0], want, other_tables=others)
+    return SequencePlan(0, start, tokens, None, tables[0], want, other_tables=others, states=states)
 
 
 # ---- the same scores and vectors in any company
@@ -473,8 +503,11 @@ def _beside_reference(name: str, model: Any, tokens: tuple[int, ...]) -> bool:
     with patch("quire.executors.cuda.graphs._SIZES", (8, 4096)):  # few graphs to capture
         executor = CudaExecutor(model, sizes, layout=layout)
         executor.warm_up()
-    whole = StepPlan(0, (planned(0, tokens, tables, Want.LOGITS),))
-    [found] = executor.collect(executor.submit(whole)).sequences
+    asked = planned(0, tokens, tables, Want.LOGITS, slots_of(executor, 0, 0))
+    [found] = executor.collect(executor.submit(StepPlan(0, (asked,)))).sequences
+    if executor.capacity.num_states:
+        before = planned(0, tokens[:-8], tables, Want.NOTHING, slots_of(executor, 0, 2))
+        executor.collect(executor.submit(StepPlan(0, (before,))))
     for group, window in enumerate(layout.windows):
         first = 0 if window is None else window.first_seen(count - 8) // BLOCK_SIZE
         freed = list(tables[group][:first])
@@ -482,11 +515,13 @@ def _beside_reference(name: str, model: Any, tokens: tuple[int, ...]) -> bool:
         tables[group] = (NO_BLOCK,) * first + tables[group][first:]
     single = []
     for place in range(count - 8, count):
-        own = planned(place, tokens[place : place + 1], tables, Want.LOGITS)
+        states = slots_of(executor, place - count + 9, 2)
+        own = planned(place, tokens[place : place + 1], tables, Want.LOGITS, states)
         [result] = executor.collect(executor.submit(StepPlan(1, (own,)))).sequences
         single.append(result.logits[0])
     executor.close()
-    plan = StepPlan(0, (planned(0, tokens, [tuple(range(-(-count // 16)))], Want.LOGITS),))
+    table = tuple(range(-(-count // 16)))
+    plan = StepPlan(0, (planned(0, tokens, [table], Want.LOGITS, asked.states),))
     exact = _reference_logits(model, plan, "float32")
     with operands_in_halves():
         rounded = _reference_logits(model, plan, "bfloat16")

@@ -1,5 +1,6 @@
 """Attention is one function of a row: alone or in a tile, with one program a split or for all."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from tests.executors.cuda import emulation  # noqa: E402
 
+from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda.attention import LayerAttention  # noqa: E402
 from quire.executors.cuda.kernels import attention as kernels  # noqa: E402
 from quire.executors.cuda.planes import to_natural_order  # noqa: E402
@@ -293,3 +295,47 @@ def test_the_hopper_kernel_emulated_scales_weights_anew_where_scores_rise(
         found = emulated(rising, range(position, position + 1))[0].double()
         wanted = exact(rising, position, NO_WINDOW)
         assert (found - wanted).norm() / wanted.norm() < 6e-3
+
+
+LATENT: Any = SimpleNamespace(num_heads=6, num_kv_heads=2, head_dim=24)  # two groups of heads
+ROPE_DIMS = 8
+
+
+def attended_latents(kept: Any, queries: Any, first: int, tokens: int, splits: int) -> Any:
+    """Rows from position `first` on, so many a tile: [rows, heads, columns], in natural order."""
+    buffers = launchers.split_buffers([LATENT], len(queries), max(1, splits), "cpu")
+    attention = launchers.PlainAttention(
+        *(LATENT, launchers._Splits(buffers), BLOCK, {"PDL": False}),
+        exact=True,
+        latent_rope_dims=ROPE_DIMS,
+    )
+    starts = range(0, len(queries), tokens)
+    tiles = kernels.TokenTiles(
+        rows=_integers(list(starts)),
+        counts=_integers([min(tokens, len(queries) - start) for start in starts]),
+        positions=_integers([first + start for start in starts]),
+        tables=_integers([0] * len(starts)),
+        starts=_integers([first] * len(starts)),
+    )
+    out = torch.full((len(queries), 6 * 256), float("nan"), dtype=torch.float16)
+    table = torch.arange(len(kept), dtype=torch.int32)
+    given = launchers.AttentionInput(queries, table, tiles, out, tokens)
+    cache, layer = launchers.LayerCache(kept, kept), LayerAttention(0.2)
+    attention.attend(given, cache, layer, splits)
+    return to_natural_order(out).view(len(queries), 6, 256)[..., : LATENT.head_dim]
+
+
+def test_latent_attention_has_values_among_its_keys_and_the_same_bits_in_tiles_and_splits() -> None:
+    generator, first, count = torch.Generator().manual_seed(3), 522, 6
+    size = LATENT.head_dim + ROPE_DIMS
+    kept = torch.randn((34, 1, BLOCK, size), generator=generator).bfloat16()
+    queries = torch.randn((count, 6, size), generator=generator).bfloat16()
+    found = attended_latents(kept, queries, first, 4, 0)
+    vectors = kept.view(-1, size).double()
+    for row in range(count):
+        seen = vectors[: first + row + 1]
+        weights = torch.softmax(0.2 * queries[row].double() @ seen.T, -1)
+        wanted = weights @ seen[:, : LATENT.head_dim]
+        assert (found[row].double() - wanted).norm() / wanted.norm() < 6e-3
+    for tokens, splits in ((1, 0), (1, 2)):
+        assert torch.equal(attended_latents(kept, queries, first, tokens, splits), found)

@@ -11,7 +11,7 @@ import tests.executors.cuda.interpreting  # noqa: F401
 from tests.drawn_families import CASES, DRAWN, in_its_context, write_drawn
 from tests.executors.cuda.bfloat_models import load_in_bfloat
 from tests.executors.cuda.half_reference import operands_in_halves
-from tests.executors.reference.plans import row
+from tests.executors.reference.plans import row, run
 from tests.fixture_files import FIXTURES
 
 from quire.core.errors import ConfigError, UnsupportedModelError
@@ -19,6 +19,7 @@ from quire.core.plan import StepPlan, Want
 from quire.executors.cuda import CudaConfig, CudaExecutor
 from quire.executors.cuda.executor import check_fits
 from quire.executors.reference import ReferenceExecutor
+from quire.loader.tensor import Tensor
 from quire.model.features import unsupported
 from quire.model.loading import Model, load_model
 from quire.model.spec import (
@@ -30,6 +31,7 @@ from quire.model.spec import (
     PositionScale,
     QKNorm,
 )
+from quire.quant.formats import format_named
 
 FAMILIES = ("llama-linear-biased-tied", "mistral", "qwen2", "qwen2-yarn", "qwen3")
 ON_CUDA = {  # of the drawn families
@@ -46,6 +48,8 @@ ON_CUDA = {  # of the drawn families
     *("apertus", "hunyuan-dense", "hunyuan-moe", "bloom", "mpt"),
     *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
     *("deepseek2", "deepseek2-lite", "deepseek2-glm", "kimi_k2", "minicpm3", "mistral4"),
+    *("afmoe", "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe"),
+    *("granitehybrid", "granitehybrid-dense", "bamba"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {
@@ -64,8 +68,7 @@ PROMPT = (3, 1, 4, 1, 5, 9)
 
 
 def logits_of(executor: Any, plan: StepPlan) -> Any:
-    [result] = executor.collect(executor.submit(plan), 60).sequences
-    return np.asarray(result.logits)
+    return np.asarray(run(executor, *plan.sequences)[-1].logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -96,6 +99,17 @@ def test_a_drawn_family_is_run_as_the_reference_does_or_refused_by_name(
             assert all(what in str(caught.value) for what in lacking)
             return
         check_beside_reference(model, case)
+
+
+def test_what_weighs_a_states_tokens_may_be_in_f32(tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn("qwen35", tmp_path)) as model:
+        tensors = dict(model.tensors)
+        for name, tensor in model.tensors.items():
+            if name.endswith(("ssm_alpha.weight", "ssm_beta.weight")):
+                assert tensor.format.name == "BF16"
+                floats = tensor.to_float32().view(np.uint8).ravel()
+                tensors[name] = Tensor(name, tensor.shape, format_named("F32", name), floats)
+        check_beside_reference(replace(model, tensors=tensors), "qwen35")
 
 
 def check_beside_reference(model: Model, case: str) -> None:
@@ -205,11 +219,12 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu,
 # ALiBi, layers of other heads, that share keys and values or have inputs of their own, experts
 # beside a dense feed-forward, chunks, experts whose input is weighed, a SparseMixer, latent
-# attention.
+# attention, every kind of state.
 SINGULAR = (
     *("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3"),
     *("gpt2", "gptneox", "apertus", "hunyuan-dense", "bloom"),
     *("gemma4", "gemma4-experts", "llama4", "phimoe", "deepseek2-lite", "mistral4"),
+    *("qwen35", "lfm2", "granitehybrid-dense"),
 )
 
 
@@ -222,8 +237,7 @@ def test_a_drawn_familys_rows_have_the_same_bits_in_any_company(case: str, tmp_p
     tokens = np.load(DRAWN / case / "golden.npz")["tokens"].tolist()[:12]
     whole = logits_of(executor, StepPlan(0, (row(tokens, (2, 0), want=Want.LOGITS),)))
     others = row(tokens[3:], (1,), sequence_id=1, want=Want.NOTHING)
-    first = StepPlan(1, (others, row(tokens[:11], (3, 4), want=Want.NOTHING)))
-    executor.collect(executor.submit(first), 60)
+    run(executor, others, row(tokens[:11], (3, 4), want=Want.NOTHING))
     last = StepPlan(2, (row(tokens[11:], (3, 4), start=11, want=Want.LOGITS),))
     assert np.array_equal(logits_of(executor, last)[0], whole[11])
 

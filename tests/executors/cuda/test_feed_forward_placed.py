@@ -69,10 +69,10 @@ def test_its_logits_lie_between_those_of_both_devices(path: Path | str) -> None:
     check_between_both(path, opened)
 
 
-@pytest.mark.parametrize("case", ["gpt2", "apertus", "bloom", "gemma4-experts"])
+@pytest.mark.parametrize("case", ["gpt2", "apertus", "bloom", "gemma4-experts", "minicpm3"])
 def test_what_stands_before_all_layers_is_the_cpus(case: str, tmp_path: Path) -> None:
     """Learned positions, a norm after the embedding. xielu's numbers are the GPU's, as are experts
-    beside a dense feed-forward and the scale of what leaves a layer."""
+    beside a dense feed-forward and the scale of what leaves a layer; latent attention is not."""
     check_between_both(write_drawn(case, tmp_path), opened)
 
 

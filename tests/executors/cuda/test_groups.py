@@ -72,6 +72,8 @@ def new_executor(
         *(("gemma3", [0, 5], kv_type) for kv_type in ("auto", "fp8", "int8")),
         # Groups of other heads, whose slots are the same memory.
         *(("gemma4-experts", [0, 1], kv_type) for kv_type in ("auto", "int8")),
+        ("gemma4", [0, 1, 2, 3, 4, 5], "auto"),  # of which three read others' keys and values
+        ("llama4", [0, 3], "auto"),  # chunks
     ],
 )
 def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(
@@ -79,9 +81,10 @@ def test_blocks_out_of_the_window_are_written_over_and_no_bit_changes(
 ) -> None:
     with drawn(case, tmp_path, layers) as model:
         layout = grouped(model.spec, BLOCK_SIZE)
-        assert [window is None for window in layout.windows] == [True, False]
+        assert layout.windows[0] is None and None not in layout.windows[1:]
+        num_blocks = 6 * len(layout.windows)
         whole = new_executor(PoisonedExecutor, model, one_group(model.spec), 8, kv_type)
-        executor = new_executor(PoisonedExecutor, model, layout, 12, kv_type)
+        executor = new_executor(PoisonedExecutor, model, layout, num_blocks, kv_type)
     expected = outputs(whole, WHOLE, REQUESTS)
     assert outputs(executor, CHUNKS, REQUESTS) == expected
     assert executor.num_poisoned > 0

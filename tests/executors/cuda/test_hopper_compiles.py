@@ -406,6 +406,61 @@ def test_layers_with_what_the_plain_kernel_alone_has_take_it_in_every_step(
     assert type(attention) is wanted
 
 
+class _Noted:
+    """Stands for a kernel; nothing is launched."""
+
+    def __init__(self) -> None:
+        self.grid: Any = None
+        self.settings: dict[str, Any] = {}
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **settings: Any) -> None:
+            del arguments
+            self.grid, self.settings = grid, settings
+
+        return launch
+
+
+def test_layers_of_other_heads_share_tiles_and_the_memory_of_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 4 31B's: heads of 256 run the Hopper kernel, those of 512 the plain one."""
+    pretend()
+    monkeypatch.setattr(launchers, "runs_hopper_kernels", lambda device: True)
+    sizes: Any = {"max_split_tokens": 16, "max_splits": 4, "max_sequences": 32, "block_size": 16}
+    specs: list[Any] = [
+        SimpleNamespace(num_heads=32, num_kv_heads=16, head_dim=256),
+        SimpleNamespace(num_heads=32, num_kv_heads=4, head_dim=512),
+    ]
+    kinds = [launchers.attention_for(x, launch_options={}, device="cpu", **sizes) for x in specs]
+    sliding, full = kinds
+    assert isinstance(sliding, launchers.HopperAttention)
+    assert isinstance(full, launchers.PlainAttention)
+    assert [x.tokens_per_tile(512, 0) for x in kinds] == [8, 2]
+    assert [launchers.common_tile(kinds, n, 0) for n in (64, 512)] == [4, 8]
+    assert launchers.common_tile(kinds, 16, 4) == 1
+    assert launchers.common_tile([full], 512, 0) == 2
+    kernels = _Noted(), _Noted()
+    monkeypatch.setattr(sliding._kernels, "attend", kernels[0])
+    monkeypatch.setattr(plain_attention, "attend", kernels[1])
+    monkeypatch.setattr(sliding, "_descriptor", lambda *given: None)
+    memory, integers = torch.empty(8 * 16 * 4096), torch.empty((5, 512), dtype=torch.int32)
+    for spec, attention in zip(specs, kinds, strict=True):
+        inputs = launchers.AttentionInput(
+            queries=torch.empty((512, 32, spec.head_dim), dtype=torch.bfloat16),
+            tables=integers[0],
+            tiles=plain_attention.TokenTiles(*integers),
+            out=torch.empty((512, 32 * spec.head_dim)),
+            tile_tokens=8,
+        )
+        cache = launchers.LayerCache(*[memory.view(8, -1, 16, spec.head_dim)] * 2)
+        attention.attend(inputs, cache, launchers.LayerAttention(1.0), 0)
+    assert kernels[0].grid == (16, 512 // 8 + 32, 1)
+    assert kernels[1].grid == (512 * 4, 4, 1)  # four programs a tile
+    assert [kernel.settings["SHAPE"].block_heads for kernel in kernels] == [16, 8]
+    assert kernels[1].settings["PARTS"] == 4
+
+
 class _Made:
     """Stands for the class CudaPrefill."""
 
@@ -494,11 +549,11 @@ MIXTURE = Experts(
 )
 
 
-def expert_call(num_tokens: int, tile_tokens: int) -> experts._Call:
+def expert_call(num_tokens: int, tile_tokens: int, part: Experts = MIXTURE) -> experts._Call:
     integers = torch.empty((10, 64), dtype=torch.int32)
     tiles = expert_kernels.Tiles(*integers[:7])
     pairs = expert_kernels.Pairs(integers[7], torch.empty(64), *integers[8:])
-    return experts._Call(MIXTURE, tiles, pairs, num_tokens, 8 * num_tokens, tile_tokens)
+    return experts._Call(part, tiles, pairs, num_tokens, 8 * num_tokens, tile_tokens)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 128, 256, 512, 4096])
@@ -546,6 +601,30 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
     if format_name == "MXFP4":  # 16 for a block, 8 more for the half that is the last one
         [*_, size] = experts.token_sizes(planes.layout, tile_tokens)
         assert listing.count(f"HGMMA.64x{size}x16") % (24 if ends_in_half else 16) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16, 256, 4096])
+@pytest.mark.parametrize("format_name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16", "IQ3_S"])
+def test_a_grouped_gemm_that_gates_with_gelu_fits_its_registers(
+    format_name: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4's experts."""
+    pretend()
+    part = replace(MIXTURE, activation=Activation.GELU_TANH, router=Router(normalises=True))
+    gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
+    catch = _Catch(gemm._kernels.expert_gemm)
+    monkeypatch.setattr(gemm._kernels, "expert_gemm", catch)
+    planes = made(format_name, 4 * 1536, gated=False).segments[0].planes
+    stack = Stack(planes, 1536, 1536, None, 512)
+    call = expert_call(num_tokens, gemm.tile_tokens(part, num_tokens), part)
+    tokens = torch.empty((num_tokens * 8, 512), dtype=torch.float16)
+    out = torch.empty((num_tokens * 8, 768), dtype=torch.float16)
+    gemm.multiply_gated(call, stack, tokens, out)
+    usage, _ = compiled(catch.found, tmp_path)
+    print(format_name, num_tokens, usage)
+    assert usage.stack <= 16  # of what ends a tile
+    assert usage.shared * max(1, catch.grid[0] // MULTIPROCESSORS) <= SHARED_MEMORY
+    assert not is_serialised(catch.found, tmp_path)
 
 
 @pytest.mark.parametrize("tile_tokens", [8, 16, 32, 64])
@@ -601,14 +680,17 @@ def test_routing_and_grouping_compile_without_spilled_registers(
 
 
 UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
+GATED = ("afmoe", "qwen35")  # what attention leaves
+STATES = ("qwen35", "granitehybrid", "lfm2")
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        *("gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense", *UNGATED),
-        *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2", "deepseek2"),
-    ],
+    sorted(
+        {"gemma2", "olmo2", "command-r", "ministral3", "qwen2moe", "hunyuan-dense"}
+        | {"gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2", "deepseek2"}
+        | {*UNGATED, *GATED, *STATES}
+    ),
 )
 def test_every_kernel_of_a_familys_step_compiles(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -616,7 +698,8 @@ def test_every_kernel_of_a_familys_step_compiles(
     """Norms after halves and of either kind, over heads or projections; soft caps; parallel halves;
     feed-forwards without a gate; queries scaled by position; learned positions; norms
     after rope; ALiBi, and a norm after the embedding; inputs of layers; experts beside a dense
-    feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks."""
+    feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks; gates on what
+    attention leaves; every kind of state."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -642,8 +725,11 @@ def test_every_kernel_of_a_familys_step_compiles(
     monkeypatch.setattr(decoders.Decoder, "_launch_options", lambda self: options)
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:
         weights = load_weights(model.spec, model.tensors, "cpu")
-    limits = decoders.Limits(num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64)
-    integers = torch.zeros((len(decoders.BodyField), 4), dtype=torch.int32)
+    limits = decoders.Limits(
+        num_tokens=4, num_rows=4, max_split_tokens=4, max_context=64, num_states=2
+    )
+    num_fields = decoders.num_fields(1, has_states=True)
+    integers = torch.zeros((num_fields, 4), dtype=torch.int32)
     layout = one_group(model.spec)
     decoder = decoders.Decoder(
         model.spec, weights, HopperGemm(), limits, integers[0], "cpu", layout
@@ -663,6 +749,9 @@ def test_every_kernel_of_a_familys_step_compiles(
     assert ("group_tokens" in names) == (case == "llama4")
     assert ("gate" in names) == (case in UNGATED)
     assert ("norm_hidden" in names) == (case == "bloom")
+    assert ("gate_attention" in names) == (case in GATED)
+    assert ("recur" in names) == (case in ("qwen35", "granitehybrid"))
+    assert ("convolve_alone" in names) == (case == "lfm2")
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 
 

@@ -58,6 +58,18 @@ def test_a_block_takes_what_is_counted_whatever_heads_its_layers_have(
             assert cache.scales is None or cache.scales.shape[:2] == cache.keys.shape[:2]
 
 
+def test_a_block_of_latents_has_a_vector_a_position_and_no_values(tmp_path: Path) -> None:
+    with load_in_bfloat(write_drawn("deepseek2", tmp_path)) as model:
+        spec, latent = model.spec, model.spec.attention.latent
+    assert latent is not None
+    for layout in (one_group(spec), grouped(spec, BLOCK_SIZE)):
+        blocks = KVBlocks(spec, layout, 3, "cpu", torch.bfloat16)
+        per_token = 2 * layout.num_slots * (latent.kv_rank + latent.rope_dims)
+        assert blocks.num_bytes == 3 * BLOCK_SIZE * per_token
+        assert blocks.num_bytes == 3 * kv_block_bytes(spec, layout, is_8bit=False)
+        assert per_token == kv_bytes_in_block(spec, layout, is_8bit=False)
+
+
 def test_blocks_of_gemma_4s_models_are_no_larger_than_counted_elsewhere() -> None:
     """Where layers have few heads of 512 and more of 256, in slots that both are in."""
     sliding = Attention(num_heads=32, num_kv_heads=16, head_dim=256, window=1024)

@@ -1,5 +1,6 @@
 """The plain Triton kernels for GPUs since Ampere: they compile, fit and spill no sums."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
 
 from quire.executors.cuda import attention as launchers  # noqa: E402
 from quire.executors.cuda import experts  # noqa: E402
+from quire.executors.cuda import states as launched_states  # noqa: E402
 from quire.executors.cuda.expert_weights import Stack  # noqa: E402
 from quire.executors.cuda.gemm import (  # noqa: E402
     PLAIN_TILINGS,
@@ -32,9 +34,11 @@ from quire.executors.cuda.gemm import (  # noqa: E402
 )
 from quire.executors.cuda.kernels import attention as plain_attention  # noqa: E402
 from quire.executors.cuda.kernels import experts as expert_kernels  # noqa: E402
+from quire.executors.cuda.kernels import gates, states  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
 from quire.executors.cuda.kernels import latent as latents  # noqa: E402
-from quire.executors.cuda.weights import latent_groups  # noqa: E402
+from quire.executors.cuda.latent import latent_groups  # noqa: E402
+from quire.model.states import StateKind, StateMixer  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)
 # A format is compiled for one GPU: it is decoded by the same code on all of them. What differs, the
@@ -240,3 +244,99 @@ def test_attention_fits_every_gpu(
     print(capability, heads, has_slopes, kept, usage)
     assert usage.stack <= ONE_ADDRESS
     assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+STATES = {
+    "Qwen3.5 27B": StateMixer(
+        kind=StateKind.DELTA_NET,
+        kernel=4,
+        num_heads=48,
+        num_groups=16,
+        key_dim=128,
+        value_dim=128,
+        is_tiled=True,
+        norm_epsilon=1e-6,
+    ),
+    "Granite 4 small": StateMixer(
+        kind=StateKind.MAMBA,
+        kernel=4,
+        num_heads=128,
+        key_dim=128,
+        value_dim=64,
+        has_convolution_bias=True,
+        norm_epsilon=1e-5,
+    ),
+    "LFM2 1.2B": StateMixer(kind=StateKind.CONVOLUTION, kernel=3, value_dim=2048),
+}
+
+
+def launches_of(
+    part: StateMixer,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+    num_tokens: int = 64,
+    num_splits: int = 2,
+) -> dict[str, Any]:
+    """The kernels of a layer that keeps a state, compiled for such a step."""
+    pretend(capability)
+    names = [(states, name) for name in ("convolve_alone", "convolve_heads", "recur")]
+    names.append((gates, "gate_heads"))
+    with monkeypatch.context() as patched:
+        catches = {name: caught(module, name, patched) for module, name in names}
+        options = {"PDL": capability >= 90, "launch_pdl": capability >= 90}
+        found = {name: torch.empty(shape) for name, shape in part.vectors().items()}
+        weights = launched_states.StateWeights(
+            found["ssm_conv1d.weight"].T.contiguous(),
+            found.get("ssm_conv1d.bias"),
+            found.get("ssm_a.weight"),
+            found.get("ssm_dt.bias"),
+            found.get("ssm_d.weight"),
+            found.get("ssm_norm.weight"),
+        )
+        sums = torch.empty((num_splits, 64, launched_states.num_projected(part)))
+        launched_states.StateRunner([part], 64, 64, options, "cpu").run(
+            part,
+            weights,
+            launched_states.States({0: part}, 2, "cpu").layers[0],
+            gates.Sums(sums, sums.stride(0), sums.stride(1)),
+            num_splits,
+            states.Chunks(*torch.empty((5, num_tokens), dtype=torch.int32)),
+        )
+    return {name: catch.found for name, catch in catches.items() if catch.found is not None}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("part", STATES.values(), ids=STATES.keys())
+def test_layers_that_keep_a_state_fit_every_gpu(
+    capability: int, part: StateMixer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = launches_of(part, capability, monkeypatch)
+    assert len(launches) == (1 if part.kind is StateKind.CONVOLUTION else 3)
+    for name, launch in launches.items():
+        usage, _ = compiled(launch, tmp_path)
+        print(capability, part.kind, name, usage)
+        assert usage.stack == 0
+        assert usage.shared <= SHARED_MEMORY_OF[capability]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("name", ["Qwen3.5 27B", "Granite 4 small"])
+def test_sums_of_states_have_one_order_in_steps_of_any_size(
+    capability: int, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are compiled anew for other splits, and where integers lie at other addresses."""
+    found: dict[str, set[tuple[str, ...]]] = {}
+    for num_tokens, num_splits in ((64, 1), (64, 4), (1, 4), (3, 2)):
+        launches = launches_of(STATES[name], capability, monkeypatch, num_tokens, num_splits)
+        for kernel, launch in launches.items():
+            found.setdefault(kernel, set()).add(layouts_of_sums(launch.asm["ttgir"]))
+    assert found.keys() == {"convolve_heads", "recur", "gate_heads"}
+    assert all(len(layouts) == 1 for layouts in found.values())
+    assert all(found["recur"]) and all(found["gate_heads"])
+
+
+def layouts_of_sums(text: str) -> tuple[str, ...]:
+    """Which numbers of what is summed each lane has."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    summed = re.findall(r'"tt\.reduce".*?\}\) : \((tensor<.*?)>\) -> ', text, re.DOTALL)
+    return tuple(re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), x) for x in summed)

@@ -25,13 +25,15 @@ from quire.executors.cuda.attention import (
 )
 from quire.executors.cuda.expert_weights import ExpertWeights
 from quire.executors.cuda.experts import ExpertRunner
-from quire.executors.cuda.gemm import Gemm, factors, head_tiling, plane_pointers
+from quire.executors.cuda.gemm import Gemm, factors, plane_pointers
+from quire.executors.cuda.kernels import gates, layers, ternary
 from quire.executors.cuda.kernels import gemm as gemm_kernels
-from quire.executors.cuda.kernels import latent as latents
-from quire.executors.cuda.kernels import layers, ternary
 from quire.executors.cuda.kernels.attention import TokenTiles
-from quire.executors.cuda.kernels.latent import LatentShape
+from quire.executors.cuda.kernels.latent import LatentShape, Rotation
+from quire.executors.cuda.kernels.states import Chunks
+from quire.executors.cuda.latent import LatentInput, LatentRunner, latent_groups, latent_shape
 from quire.executors.cuda.planes import GATED_DIVISOR, Array, Planes, operand_order, padded
+from quire.executors.cuda.states import LayerState, StateRunner, States, StateWeights
 from quire.executors.cuda.weights import (
     BesideExperts,
     DenseWeights,
@@ -39,11 +41,11 @@ from quire.executors.cuda.weights import (
     Linear,
     ModelWeights,
     NormWeights,
-    latent_groups,
 )
 from quire.model.kv_layout import KVLayout
 from quire.model.rope import Rope
 from quire.model.spec import Activation, Attention, ModelSpec, NormKind
+from quire.model.states import StateMixer
 
 KVType = Literal["auto", "int8", "fp8"]  # auto: as exact as the model's other numbers
 
@@ -51,6 +53,7 @@ _BYTE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}  # fp8: the bits of an e
 _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _SCALED_COLUMNS = 1024  # of a gated vector, at once
+_GATE_BLOCK = 1024  # of what attention leaves, in one program
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 _TOKENS_THAT_FILL_TERNARY = 128
@@ -58,7 +61,8 @@ _TOKENS_THAT_FILL_TERNARY = 128
 
 class BodyField(IntEnum):
     """The first rows of BodyInput.fields. Those of tiles come last, in the order of TokenTiles.
-    SLOT and TILE_TABLE are the first group's; each further group has a row of both behind these."""
+    SLOT and TILE_TABLE are the first group's; each further group has a row of both behind these.
+    Of models that keep states the rows of StateField come last."""
 
     TOKEN = 0
     SOURCE = 1  # index into the samples, or -1: the token is in TOKEN
@@ -71,11 +75,21 @@ class BodyField(IntEnum):
     TILE_START = 8
 
 
+class StateField(IntEnum):
+    """In the order of Chunks."""
+
+    SEQUENCE = 0
+    ROW = 1
+    COUNT = 2
+    SOURCE = 3
+    TARGET = 4
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BodyInput:
     """What the body reads about its tokens, int32."""
 
-    fields: Array  # [num_fields(groups), tokens]
+    fields: Array  # [num_fields(groups, has_states), tokens]
     tables: Array  # block tables of all groups, one after the other
 
     def slots(self, group: int) -> Array:
@@ -86,9 +100,14 @@ class BodyInput:
         first = TokenTiles(*self.fields[BodyField.TILE_ROW : len(BodyField)])
         return first._replace(tables=self.fields[group_field(BodyField.TILE_TABLE, group)])
 
+    @property
+    def chunks(self) -> Chunks:
+        """Of a model that keeps states."""
+        return Chunks(*self.fields[-len(StateField) :])
 
-def num_fields(num_groups: int) -> int:
-    return len(BodyField) + 2 * (num_groups - 1)
+
+def num_fields(num_groups: int, *, has_states: bool = False) -> int:
+    return len(BodyField) + 2 * (num_groups - 1) + has_states * len(StateField)
 
 
 def group_field(field: BodyField, group: int) -> int:
@@ -131,6 +150,15 @@ class LoweredLayer:
     epsilon: float  # of the norms of queries and keys
     is_parallel: bool
     residual_scale: float
+    has_output_gate: bool = False  # on what attention leaves
+    state: "LoweredState | None" = None  # where it keeps one: nothing of attention is read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredState:
+    part: StateMixer
+    weights: StateWeights
+    slots: LayerState
 
 
 class Added(NamedTuple):
@@ -159,6 +187,7 @@ class Limits:
     num_rows: int  # with logits
     max_split_tokens: int  # steps of so few tokens give splits of the context their own programs
     max_context: int
+    num_states: int = 0  # slots for states
     invariant: bool = True
     takes_hidden: bool = False  # the body begins with `given`, not with an embedding
     # The body is the last feed-forward; run_feed_forward has the others.
@@ -279,6 +308,7 @@ class Decoder:
         capability = torch.cuda.get_device_capability(device)[0] if self._is_gpu else 0
         self._has_dependent_launch = capability >= 9
         self._padded_hidden = padded(spec.hidden_size)
+        self.states = States(spec.states, limits.num_states, device)
         self._make_buffers()
         self._layers = self._lowered()
         # One layer of each kind: they launch every kernel that all layers launch.
@@ -358,6 +388,7 @@ class Decoder:
             )
             for kind in kinds
         }
+        self._latents = self._new_latents()
         self.head_rows = self._zeros((rows, self._padded_hidden), half)
         self.logits = self._zeros((rows, spec.vocabulary_size), torch.float32)
         chunks = -(-spec.vocabulary_size // _ARGMAX_BLOCK)
@@ -381,9 +412,15 @@ class Decoder:
             for size in {_output_size(part) for part in spec.attentions.values()}
         }
         self.gated = self._zeros((tokens, padded(spec.ffn_size)), torch.float16)
+        self._state_runner = StateRunner(
+            spec.states.values(),
+            tokens,
+            self._limits.num_rows,
+            self._launch_options(),
+            self._device,
+        )
         held = self._weights.layers
         self._make_input_buffers(tokens)
-        self._make_latent_buffers(tokens)
         dense = [feed for layer in held for feed in layer.denses]
         parts = [experts.part for experts in self._weights.experts]
         linears = [linear for layer in held for linear in layer.others]
@@ -402,6 +439,20 @@ class Decoder:
         most = max((gate.num_rows for gate in gates), default=0)
         self._gate_sums = self._zeros((most * tokens,), torch.float32)
 
+    def _new_latents(self) -> LatentRunner | None:
+        """Of models with latent attention."""
+        shapes = [latent_shape(part) for part in self._spec.attentions.values()]
+        known = [shape for shape in shapes if shape is not None]
+        if not known:
+            return None
+
+        def multiply(linear: Linear, tokens: Array, count: int) -> int:
+            return self._multiply(linear, tokens, count).num_splits
+
+        tokens, options = self._limits.num_tokens, self._launch_options()
+        memory = (self._sums, self._queries)
+        return LatentRunner(known, tokens, multiply, *memory, options, self._device)
+
     def _make_input_buffers(self, tokens: int) -> None:
         """What layers get of each token, of models whose layers get any."""
         spec, part = self._spec, self._spec.layer_inputs
@@ -415,20 +466,6 @@ class Decoder:
         self._inputs = self._zeros((tokens, spec.num_layers, width), torch.float32)
         self._gated_inputs = self._zeros((tokens, width), torch.float16)
 
-    def _make_latent_buffers(self, tokens: int) -> None:
-        """What latent attention makes queries of and leaves, of models that have any."""
-        shapes = [_latent_shape(part) for part in self._spec.attentions.values()]
-        known = [shape for shape in shapes if shape is not None]
-        if not known:
-            return
-        half = torch.float16
-        ranks = {padded(shape.query_rank) for shape in known if shape.query_rank}
-        self._query_vectors = {rank: self._zeros((tokens, rank), half) for rank in ranks}
-        sizes = {(shape.num_heads, padded(shape.plain_dims)) for shape in known}
-        self._plain_queries = {size: self._zeros((tokens, *size), half) for size in sizes}
-        sizes = {(shape.num_heads, padded(shape.kv_rank)) for shape in known}
-        self._mixed = {size: self._zeros((tokens, *size), half) for size in sizes}
-
     def _num_sums(self, layer: LayerWeights) -> int:
         """Splits that a layer's feed-forward leaves."""
         feed = layer.feed_forward
@@ -441,7 +478,7 @@ class Decoder:
     def _lowered(self) -> tuple[LoweredLayer, ...]:
         """Layers that have a rope share its tables."""
         spec, only = self._spec, self._limits.only_feed_forwards
-        mixers = {layer.attention for layer in spec.layers}
+        mixers = {*spec.attentions.values()}
         ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
         scales = {x: None if only else self._query_scales(x) for x in mixers}
         slopes = {x: self._slopes(x) for x in mixers}
@@ -449,7 +486,8 @@ class Decoder:
         for index, (layer, weights) in enumerate(
             zip(spec.layers, self._weights.layers, strict=True)
         ):
-            part = layer.attention
+            mixer = layer.mixer
+            part = mixer if isinstance(mixer, Attention) else spec.attention
             attention = LayerAttention(
                 *(part.scale, part.window, part.soft_cap, weights.sinks),
                 *(slopes[part], part.is_chunked),
@@ -463,16 +501,24 @@ class Decoder:
                     rope=ropes[part.rope],
                     query_scales=scales[part],
                     rope_shape=_rope_shape(part, block_width(spec)),
-                    latent_shape=_latent_shape(part),
+                    latent_shape=latent_shape(part),
                     attention=attention,
                     attend=self._attentions[_heads(part)],
                     output_size=_output_size(part),
                     epsilon=_norm_epsilon(part),
                     is_parallel=layer.is_parallel,
                     residual_scale=layer.residual_scale,
+                    has_output_gate=part.has_output_gate,
+                    state=self._lowered_state(index),
                 )
             )
         return tuple(lowered)
+
+    def _lowered_state(self, index: int) -> LoweredState | None:
+        weights = self._weights.layers[index].state
+        if weights is None:
+            return None
+        return LoweredState(self._spec.states[index], weights, self.states.layers[index])
 
     def _query_scales(self, part: Attention) -> Array | None:
         if part.position_scale is None:
@@ -518,8 +564,11 @@ class Decoder:
         added: Added | None = None
         for layer in self._layers if through is None else through:
             self._norm(count, layer.weights.mixer_norm, added)
-            self._attend(shape, body, blocks, layer)
-            added = self._project(count, layer)
+            if layer.state is None:
+                self._attend(shape, body, blocks, layer)
+                added = self._project(count, layer)
+            else:
+                added = self._carry_state(count, body, layer.state, layer.weights)
             if layer.is_parallel:
                 if layer.weights.feed_forward_norm is not None:  # of what attention took, too
                     self._norm(count, layer.weights.feed_forward_norm, None)
@@ -725,6 +774,39 @@ class Decoder:
             **self._norm_options(),
         )
 
+    def _carry_state(
+        self, count: int, body: BodyInput, state: LoweredState, layer: LayerWeights
+    ) -> Added:
+        """The mixer of a layer that keeps a state."""
+        assert layer.qkv is not None and layer.output is not None
+        made = self._multiply(layer.qkv, self._activations, count)
+        sums = self._sums_of(layer.qkv)
+        mixed = self._state_runner.run(
+            state.part, state.weights, state.slots, sums, made.num_splits, body.chunks
+        )
+        return self._multiply(layer.output, mixed, count)
+
+    def _gate_attention(self, count: int, layer: LoweredLayer, num_splits: int) -> None:
+        """The gate's rows are the last of the GEMM that made queries, keys and values."""
+        qkv = layer.weights.qkv
+        assert qkv is not None
+        size, attended = layer.output_size, self._attended[layer.output_size]
+        gates.gate_attention[(count, -(-size // _GATE_BLOCK))](
+            attended,
+            self._sums_of(qkv),
+            qkv.num_rows - size,
+            size,
+            attended.stride(0),
+            SPLITS=num_splits,
+            BLOCK=_GATE_BLOCK,
+            enable_fp_fusion=False,
+            **self._launch_options(),
+        )
+
+    def _sums_of(self, linear: Linear) -> gates.Sums:
+        stride = self._limits.num_tokens * linear.num_rows
+        return gates.Sums(self._sums, stride, linear.num_rows)
+
     def _launch_options(self) -> dict[str, bool]:
         """Programmatic dependent launch: a kernel starts while the previous one ends, and waits for
         its results itself."""
@@ -813,6 +895,8 @@ class Decoder:
             self.tokens_per_tile(shape),
         )
         layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+        if layer.has_output_gate:
+            self._gate_attention(shape.num_tokens, layer, made.num_splits)
 
     def _attend_latents(
         self,
@@ -823,111 +907,19 @@ class Decoder:
         latent: LatentShape,
     ) -> None:
         """Queries against what the cache keeps, attention to it, and each head's values of that."""
-        weights, count = layer.weights.latent, shape.num_tokens
-        assert weights is not None
-        tokens, key_dim = self._limits.num_tokens, latent.key_dim
-        queries = self._queries[: tokens * latent.num_heads * key_dim]
-        queries = queries.view(tokens, latent.num_heads, key_dim)
-        self._make_latent_queries(count, body, cache, layer, latent, queries)
-        mixed = self._mixed[latent.num_heads, padded(latent.kv_rank)]
+        runner, weights, linear = self._latents, layer.weights.latent, layer.weights.qkv
+        assert runner is not None and weights is not None and linear is not None
+        count, positions = shape.num_tokens, body.fields[BodyField.POSITION]
+        rope = Rotation(positions, layer.rope.cosines, layer.rope.sines)
+        slots = body.slots(layer.group)
+        given = LatentInput(
+            *(linear, weights, rope, slots, cache.keys, layer.query_scales, layer.epsilon)
+        )
+        queries = runner.make_queries(latent, given, self._activations, count)
         tiles, tile_tokens = body.tiles(layer.group), self.tokens_per_tile(shape)
-        given = AttentionInput(queries, body.tables, tiles, mixed.flatten(1), tile_tokens)
-        layer.attend.attend(given, cache, layer.attention, shape.num_splits)
-        attended = self._attended[layer.output_size]
-        self._multiply_heads(count, weights.values, mixed, attended, in_operand_order=True)
-
-    def _make_latent_queries(
-        self,
-        count: int,
-        body: BodyInput,
-        cache: LayerCache,
-        layer: LoweredLayer,
-        latent: LatentShape,
-        queries: Array,
-    ) -> None:
-        weights, linear = layer.weights.latent, layer.weights.qkv
-        assert weights is not None and linear is not None
-        made = self._multiply(linear, self._activations, count)
-        positions = body.fields[BodyField.POSITION]
-        rope = latents.Rotation(positions, layer.rope.cosines, layer.rope.sines)
-        rank = padded(latent.query_rank)
-        vectors = self._query_vectors[rank] if rank else self.normed
-        latents.store_latent[(count,)](
-            self._sums,
-            rope,
-            body.slots(layer.group),
-            weights.key_norm,
-            weights.query_norm,
-            cache.keys,
-            vectors,
-            self._limits.num_tokens * linear.num_rows,
-            linear.num_rows,
-            vectors.stride(0),
-            layer.epsilon,
-            SHAPE=latent,
-            RANK=triton.next_power_of_2(latent.kv_rank),
-            QUERY_RANK=triton.next_power_of_2(max(1, latent.query_rank)),
-            SPLITS=made.num_splits,
-            num_warps=4,
-            **self._launch_options(),
-        )
-        if weights.query is not None:
-            linear = weights.query
-            made = self._multiply(linear, vectors, count)
-        plain = self._plain_queries[latent.num_heads, padded(latent.plain_dims)]
-        latents.divide_queries[(count, latent.num_heads)](
-            self._sums,
-            rope,
-            layer.query_scales,
-            plain,
-            queries,
-            self._limits.num_tokens * linear.num_rows,
-            linear.num_rows,
-            SHAPE=latent,
-            WIDTH=plain.shape[2],
-            DIMS=triton.next_power_of_2(latent.plain_dims),
-            SPLITS=made.num_splits,
-            num_warps=1,
-            **self._launch_options(),
-        )
-        self._multiply_heads(count, weights.keys, plain, queries, positions, layer.query_scales)
-
-    def _multiply_heads(
-        self,
-        count: int,
-        planes: Planes,
-        tokens: Array,
-        out: Array,
-        positions: Array | None = None,
-        query_scales: Array | None = None,
-        *,
-        in_operand_order: bool = False,
-    ) -> None:
-        """Each head's matrix times its part of `tokens` [token, head, columns]."""
-        heads = tokens.shape[1]
-        num_rows = planes.num_rows // heads
-        shape = head_tiling(count, exact=not self._is_gpu)
-        latents.multiply_heads[(-(-num_rows // shape.rows), heads, -(-count // shape.tokens))](
-            tokens,
-            out,
-            plane_pointers(planes),
-            factors(planes),
-            self._sums if positions is None else positions,
-            query_scales,
-            count,
-            num_rows,
-            planes.num_blocks,
-            out.stride(0),
-            num_rows if in_operand_order else out.stride(1),
-            ROWS=shape.rows,
-            TOKENS=shape.tokens,
-            FORMAT=planes.layout,
-            OPERAND_ORDER=in_operand_order,
-            EXACT=not self._is_gpu,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
-            **self._launch_options(),
-        )
+        seen = AttentionInput(queries, body.tables, tiles, runner.mixed(latent), tile_tokens)
+        layer.attend.attend(seen, cache, layer.attention, shape.num_splits)
+        runner.make_values(latent, weights, self._attended[layer.output_size], count)
 
     def _queries_of(self, layer: LoweredLayer) -> Array:
         tokens, shape = self._limits.num_tokens, layer.rope_shape
@@ -1155,7 +1147,7 @@ def _heads(part: Attention) -> _Heads:
 
 def _query_width(part: Attention) -> int:
     """Numbers of a token's queries as attention takes them."""
-    shape = _latent_shape(part)
+    shape = latent_shape(part)
     return part.query_size if shape is None else shape.num_heads * shape.key_dim
 
 
@@ -1167,21 +1159,6 @@ def _norm_epsilon(part: Attention) -> float:
     if part.latent is not None:
         return part.latent.norm.epsilon
     return 0.0 if part.qk_norm is None else part.qk_norm.norm.epsilon
-
-
-def _latent_shape(part: Attention) -> LatentShape | None:
-    latent = part.latent
-    if latent is None:
-        return None
-    return LatentShape(
-        num_heads=part.num_heads,
-        plain_dims=part.head_dim - latent.rope_dims,
-        rope_dims=latent.rope_dims,
-        kv_rank=latent.kv_rank,
-        query_rank=latent.query_rank or 0,
-        is_interleaved=part.rope is not None and part.rope.interleaved,
-        block_size=BLOCK_SIZE,
-    )
 
 
 def _rope_shape(part: Attention, width: int) -> layers.RopeShape:

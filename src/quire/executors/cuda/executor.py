@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.core.clock import Clock
@@ -24,7 +25,7 @@ from quire.core.errors import (
     StepCancelledError,
     StepTimeoutError,
 )
-from quire.core.plan import SequencePlan, StepPlan, StepResult, Want
+from quire.core.plan import NO_STATE, SequencePlan, StepPlan, StepResult, Want
 from quire.executors.base import BLOCK_SIZE, ExecutorBase, model_capacity
 from quire.executors.cuda.decoder import Decoder, KVBlocks, KVType, Limits, decoder_for
 from quire.executors.cuda.gemm import gemm_for
@@ -43,6 +44,7 @@ from quire.executors.cuda.sampling import Sampler
 from quire.executors.cuda.step_input import (
     BodyRows,
     GroupTables,
+    Integers,
     PackedRow,
     PlanColumns,
     TableArrays,
@@ -75,6 +77,7 @@ class CudaConfig:
     # Of a model's feed-forwards: submit_hidden computes the last, run_feed_forward the others.
     only_feed_forwards: bool = False
     kv_type: KVType = "auto"
+    num_states: int | None = None  # slots for states, of models that keep any; None: a few
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_step_tokens"):
@@ -166,6 +169,7 @@ class CudaExecutor(ExecutorBase):
                 config.max_batch_size,
                 config.max_step_tokens,
                 windows=layout.windows,
+                num_states=limits.num_states,
             ),
             kernels=self._kernel_names(gemm.name),
             fallback=(gemm.fallback or self._decoder.fallback) if self._is_gpu else None,
@@ -189,6 +193,7 @@ class CudaExecutor(ExecutorBase):
                 self._device,
                 is_8bit=config.kv_type != "auto",
             ),
+            num_states=self._spec.num_state_slots(config.num_states),
             invariant=config.invariant,
             takes_hidden=config.takes_hidden,
             only_feed_forwards=config.only_feed_forwards,
@@ -204,7 +209,8 @@ class CudaExecutor(ExecutorBase):
 
     @property
     def memory_bytes(self) -> Mapping[str, int]:
-        in_use = {"weights": self._weights.num_bytes, "kv": self._blocks.num_bytes}
+        kept = self._blocks.num_bytes + self._decoder.states.num_bytes
+        in_use = {"weights": self._weights.num_bytes, "kv": kept}
         if self._is_gpu:
             reserved = int(torch.cuda.memory_reserved(self._device))
             in_use["workspace"] = max(0, reserved - sum(in_use.values()))
@@ -361,7 +367,13 @@ class CudaExecutor(ExecutorBase):
         )
         if not is_sound:
             return None
-        body = BodyRows(starts.astype(np.int32), counts.astype(np.int32), rows.tokens, follows, [])
+        states = None
+        if capacity.num_states:
+            states = _sound_states(rows.states, starts, capacity.num_states)
+            if states is None:
+                return None
+        spans = starts.astype(np.int32), counts.astype(np.int32)
+        body = BodyRows(*spans, rows.tokens, follows, [], states)
         tables = self._sound_tables(rows, body)
         return None if tables is None else body._replace(tables=tables)
 
@@ -483,6 +495,19 @@ class CudaExecutor(ExecutorBase):
                 row.logits += (logits.to("cpu", copy=True),)  # the device cannot hold all
             if aimed := targets[start : start + count]:
                 row.prompt_scores += (self._sampler.score(logits[: len(aimed)], aimed, num_top),)
+
+
+def _sound_states(
+    slots: Sequence[tuple[int, ...]], starts: npt.NDArray[np.int64], num_states: int
+) -> Integers | None:
+    """The slots that rows read and write; None: some may not be sound."""
+    if set(map(len, slots)) != {2}:
+        return None
+    found = np.array(slots, np.int64)
+    sources, targets = found.T
+    reads = np.where(starts == 0, sources == NO_STATE, (sources >= 0) & (sources < num_states))
+    writes = (targets >= 0) & (targets < num_states) & (targets != sources)
+    return found.astype(np.int32) if (reads & writes).all() else None
 
 
 @contextmanager

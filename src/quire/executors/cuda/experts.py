@@ -238,7 +238,7 @@ def router_shape(part: Experts, weights: RouterWeights) -> kernels.RouterShape:
         experts=max(2, triton.next_power_of_2(part.count)),
         used=triton.next_power_of_2(part.num_used),
         scoring=_SCORING[router.scoring],
-        normalises=router.normalises,
+        normalises=router.normalises and router.scoring is not Scoring.SPARSE_MIXER,
         has_bias=weights.bias is not None,
         has_choice_bias=weights.choice_bias is not None,
         num_groups=router.num_groups,

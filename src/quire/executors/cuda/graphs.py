@@ -89,7 +89,7 @@ class GraphRunner:
         self._device = device
         self._is_gpu = device != "cpu"
         self._windows = windows
-        self._layout = Layout(limits.num_rows, len(windows))
+        self._layout = Layout(limits.num_rows, len(windows), limits.num_states > 0)
         entries = peak_blocks(windows, BLOCK_SIZE, limits.max_context, limits.num_tokens)
         entries *= limits.num_rows
         size = self._layout.size(limits.num_tokens, entries)
@@ -175,7 +175,8 @@ class GraphRunner:
 
     def _capture_body(self, shape: BodyShape) -> None:
         # Nothing but padding: no key is kept, and nothing attended to.
-        body = pack_body([], shape.num_tokens, 1, self._windows)
+        has_states = self._layout.has_states
+        body = pack_body([], shape.num_tokens, 1, self._windows, has_states=has_states)
         self._send(np.concatenate([*self._head_input([], []), body]))
         self._bodies[shape] = self.captured(
             lambda: self._run_body(shape), lambda: self._run_body(shape, warming=True)

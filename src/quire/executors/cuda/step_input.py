@@ -1,7 +1,7 @@
 """A plan's rows packed into the integers that the kernels read, in one buffer.
 
     head rows [rows] | head slots [rows]
-    BodyInput.fields [fields, tokens]
+    BodyInput.fields [fields, tokens]; those of states last
     block tables of the first group, one after the other | of the second | ...
 
 Of a windowed group's table only what the row sees is sent; TILE_TABLE is where the whole table
@@ -23,7 +23,13 @@ import numpy.typing as npt
 from quire.core.plan import History, Sampling, SequencePlan, Want, check_fields
 from quire.core.windows import NO_WINDOWS, Window, Windows
 from quire.executors.base import BLOCK_SIZE
-from quire.executors.cuda.decoder import BodyField, BodyInput, group_field, num_fields
+from quire.executors.cuda.decoder import (
+    BodyField,
+    BodyInput,
+    StateField,
+    group_field,
+    num_fields,
+)
 from quire.executors.cuda.planes import Array
 
 Integers = npt.NDArray[np.int32]
@@ -36,18 +42,22 @@ class Layout:
 
     max_rows: int
     num_groups: int = 1
+    has_states: bool = False
+
+    @property
+    def num_fields(self) -> int:
+        return num_fields(self.num_groups, has_states=self.has_states)
 
     def size(self, num_tokens: int, table_entries: int) -> int:
-        return 2 * self.max_rows + num_fields(self.num_groups) * num_tokens + table_entries
+        return 2 * self.max_rows + self.num_fields * num_tokens + table_entries
 
     def head(self, buffer: Array) -> tuple[Array, Array]:
         """Rows and slots."""
         return buffer[: self.max_rows], buffer[self.max_rows : 2 * self.max_rows]
 
     def body(self, buffer: Array, num_tokens: int) -> BodyInput:
-        count = num_fields(self.num_groups)
         start, end = 2 * self.max_rows, self.size(num_tokens, 0)
-        return BodyInput(buffer[start:end].view(count, num_tokens), buffer[end:])
+        return BodyInput(buffer[start:end].view(self.num_fields, num_tokens), buffer[end:])
 
 
 class PlanColumns(NamedTuple):
@@ -65,7 +75,7 @@ class PlanColumns(NamedTuple):
     allowed: tuple[Any, ...]
     prompt_targets: tuple[tuple[int, ...], ...]
     other_tables: tuple[tuple[tuple[int, ...], ...], ...]
-    states: tuple[tuple[int, ...], ...]  # of models that this executor refuses
+    states: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, plans: Sequence[SequencePlan]) -> "PlanColumns":
@@ -93,6 +103,7 @@ class BodyRows(NamedTuple):
     tokens: Sequence[tuple[int, ...]]  # known ones; row by row, or all together
     sources: Integers  # slot of the pending token; -1: none
     tables: Sequence["GroupTables"]  # of each group
+    states: Integers | None = None  # [rows, (source, target)], where the model keeps any
 
     @classmethod
     def of(cls, rows: Sequence[PackedRow], windows: Windows) -> "BodyRows":
@@ -114,6 +125,7 @@ class BodyRows(NamedTuple):
             [plan.tokens for plan in plans],
             np.array([-1 if source is None else source for source in sources], np.int32),
             groups,
+            np.array([plan.states for plan in plans], np.int32) if plans[0].states else None,
         )
 
     @property
@@ -212,11 +224,16 @@ def _differing(are_others: Iterable[bool], see_others: npt.NDArray[np.bool_]) ->
 
 
 def pack_body(
-    rows: Sequence[PackedRow], num_tokens: int, tile_tokens: int, windows: Windows = NO_WINDOWS
+    rows: Sequence[PackedRow],
+    num_tokens: int,
+    tile_tokens: int,
+    windows: Windows = NO_WINDOWS,
+    *,
+    has_states: bool = False,
 ) -> Integers:
     """pack_rows() of rows one by one; of none: padding."""
     if not rows:
-        return _padding(num_tokens, len(windows)).ravel()
+        return _padding(num_tokens, len(windows), has_states=has_states).ravel()
     return pack_rows(BodyRows.of(rows, windows), num_tokens, tile_tokens, windows)
 
 
@@ -225,8 +242,10 @@ def pack_rows(
 ) -> Integers:
     """The body's share of the buffer for these rows, padded to so many tokens; `windows` are those
     of the groups."""
-    fields = _padding(num_tokens, len(windows))
+    fields = _padding(num_tokens, len(windows), has_states=rows.states is not None)
     spans = _pack_spans(rows, fields, tile_tokens)
+    if rows.states is not None:
+        _pack_states(rows, rows.states, fields[-len(StateField) :])
     packed = [fields.ravel()]
     offset = 0
     for group, seen in enumerate(rows.tables):
@@ -236,9 +255,11 @@ def pack_rows(
     return np.concatenate(packed)
 
 
-def _padding(num_tokens: int, num_groups: int) -> Integers:
-    fields = np.zeros((num_fields(num_groups), num_tokens), np.int32)
+def _padding(num_tokens: int, num_groups: int, *, has_states: bool) -> Integers:
+    fields = np.zeros((num_fields(num_groups, has_states=has_states), num_tokens), np.int32)
     fields[BodyField.SOURCE] = -1
+    if has_states:
+        fields[len(fields) - len(StateField) + StateField.SEQUENCE] = -1
     for group in range(num_groups):
         fields[group_field(BodyField.SLOT, group)] = -1
     return fields
@@ -273,6 +294,15 @@ def _pack_spans(rows: BodyRows, fields: Integers, tile_tokens: int) -> _Spans:
     fields[BodyField.TILE_POSITION, :num_all] = tile_starts + into
     fields[BodyField.TILE_START, :num_all] = tile_starts
     return _Spans(starts, counts, num_tiles)
+
+
+def _pack_states(rows: BodyRows, states: Integers, fields: Integers) -> None:
+    counts, num_rows = rows.counts, len(rows.counts)
+    fields[StateField.SEQUENCE, : rows.num_tokens] = np.repeat(np.arange(num_rows), counts)
+    fields[StateField.ROW, :num_rows] = np.cumsum(counts) - counts
+    fields[StateField.COUNT, :num_rows] = counts
+    fields[StateField.SOURCE, :num_rows] = states[:, 0]
+    fields[StateField.TARGET, :num_rows] = states[:, 1]
 
 
 def _pack_tokens(tokens: Sequence[tuple[int, ...]], pending: Integers, packed: Integers) -> None:

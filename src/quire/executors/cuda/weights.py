@@ -34,6 +34,12 @@ from quire.executors.cuda.planes import (
     reorder,
     to_operand_order,
 )
+from quire.executors.cuda.states import (
+    StateWeights,
+    check_states,
+    num_projected,
+    output_divisor,
+)
 from quire.executors.cuda.ternary import MAX_COLUMNS, in_order, pack, planes_of
 from quire.loader.tensor import Tensor
 from quire.model.features import OF_LLAMA, Feature, check_lowered, features
@@ -51,6 +57,8 @@ from quire.model.spec import (
     QKNorm,
     takes_bytes_by_token,
 )
+from quire.model.states import StateMixer
+from quire.quant.formats import format_named
 
 _SPLIT_TILES = 264  # programs that fill a GPU of 132 multiprocessors, two on each
 _TILE_ROWS = 64
@@ -62,7 +70,6 @@ _MIN_TERNARY_SPLIT_BLOCKS = 4
 MAX_HEAD_DIM = 512
 MAX_LATENT_ROPE = 128
 MAX_QUERY_RANK = 1 << 13
-_LATENT_HEADS = 16  # of a program
 MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
@@ -70,6 +77,9 @@ MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a pr
 _OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
 _BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
 _POSITIONS = "position_embd.weight"
+_TAPS = "ssm_conv1d.weight"
+_DECODED = (ROUTER_MATRIX, _POSITIONS, _TAPS)  # when they are loaded, whatever their format
+_FEW_ROWS = ("ssm_alpha.weight", "ssm_beta.weight")  # which files may have in F32
 _EXPERT_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
 
 
@@ -199,7 +209,9 @@ class LayerWeights:
     feed_forward_output_norm: NormWeights | None
     query_norm: Array | None
     key_norm: Array | None
-    qkv: Linear | None  # None, as `output`: of a part that has feed-forwards alone
+    # What attention, or a state, is made of. None, as `output`: of a part that has feed-forwards
+    # alone.
+    qkv: Linear | None
     output: Linear | None
     feed_forward: DenseWeights | ExpertWeights
     shared: SharedExpert | None = None
@@ -209,6 +221,7 @@ class LayerWeights:
     inputs: LayerInput | None = None
     latent: LatentWeights | None = None
     output_scale: float = 1.0  # of what leaves the layer
+    state: StateWeights | None = None  # where it keeps a state
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -261,6 +274,7 @@ class ModelWeights:
             total += sum(linear.num_bytes for linear in layer.linears)
             if layer.latent is not None:
                 total += layer.latent.keys.num_bytes + layer.latent.values.num_bytes
+            total += 0 if layer.state is None else layer.state.num_bytes
         return total + sum(experts.num_bytes for experts in self.experts)
 
     @property
@@ -311,12 +325,14 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
             _refuse(spec, f"{feature} and matrices that are not ternary")
         if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
-    for layer in set(spec.layers):
-        _check_head_norm(spec, layer.attention)
+    check_states(spec)
+    for part in set(spec.attentions.values()):
+        _check_head_norm(spec, part)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
         _refuse(spec, "biases beside ternary matrices")
     for name, tensor in tensors.items():
-        is_own = (is_ternary and _is_linear(name)) or name.endswith((ROUTER_MATRIX, _POSITIONS))
+        is_own = (is_ternary and _is_linear(name)) or name.endswith(_DECODED)
+        is_own |= tensor.format.name == "F32" and name.endswith(_FEW_ROWS)
         if len(tensor.shape) > 1 and not is_own and not name.endswith(".bias"):
             check_supported(tensor.format.name, name)
     _check_feed_forwards(spec, tensors)
@@ -375,8 +391,8 @@ def _is_linear(name: str) -> bool:
 def _check_shape(spec: ModelSpec) -> None:
     """Refuse what no launcher can launch: what a file says decides grids, tiles and offsets."""
     parts = set(spec.attentions.values())
-    rows = max(part.query_size + 2 * part.kv_size for part in parts)
-    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), rows)
+    projected = (*map(_num_projected, parts), *map(num_projected, spec.states.values()))
+    rows = max(spec.vocabulary_size, 2 * padded(spec.ffn_size), *projected)
     if spec.layer_inputs is not None:
         rows = max(rows, spec.num_layers * spec.layer_inputs.size)
     _check_bounds(
@@ -391,27 +407,22 @@ def _check_shape(spec: ModelSpec) -> None:
         _check_heads(spec, part)
 
 
-def latent_groups(num_heads: int) -> int:
-    """Programs that the heads of latent attention are divided among."""
-    counts = range(1, num_heads + 1)
-    most = _LATENT_HEADS
-    return next(n for n in counts if num_heads % n == 0 and num_heads // n <= most)
-
-
 def _check_latent(spec: ModelSpec, part: Attention) -> None:
     latent = part.latent
     if latent is None:
         if spec.attention.latent is not None:
             _refuse(spec, f"{Feature.LATENT} beside layers of another kind")
         return
-    if part.rope is None or part.rope.dims != latent.rope_dims:
-        _refuse(spec, f"{Feature.LATENT} without rope")
+    if part.rope is None or part.rope.dims != latent.rope_dims or latent.rope_dims % 2:
+        _refuse(spec, f"{Feature.LATENT} without rope of whole pairs")
     if latent.norm.kind is not NormKind.RMS or latent.norm.has_bias or not latent.norm.has_weight:
         _refuse(spec, f"{Feature.LATENT} and {Feature.LAYER_NORMS} of its vectors")
     _check_bounds(
         {
             "kv_lora_rank": (latent.kv_rank, MAX_HEAD_DIM),
+            "qk_nope_head_dim": (part.head_dim - latent.rope_dims, MAX_HEAD_DIM),
             "qk_rope_head_dim": (latent.rope_dims, MAX_LATENT_ROPE),
+            "v_head_dim": (part.value_dim, MAX_HEAD_DIM),
             "q_lora_rank": (latent.query_rank or 0, MAX_QUERY_RANK),
         }
     )
@@ -438,15 +449,21 @@ def _check_bounds(bounds: Mapping[str, tuple[int, int]]) -> None:
             )
 
 
+def _num_projected(part: Attention) -> int:
+    gate = part.query_size if part.has_output_gate else 0
+    return part.query_size + 2 * part.kv_size + gate
+
+
 def largest_group(head_dim: int) -> int:
     """Query heads of one kv head whose tile fits a multiprocessor's shared memory."""
     return 128 if head_dim <= 128 else 32 if head_dim <= 256 else 16
 
 
 _ROWS_AS_THEY_ARE = {
-    *("token_embd", "output", "attn_q", "attn_k", "attn_v", "ffn_gate_inp"),
+    *("token_embd", "output", "attn_q", "attn_k", "attn_v", "attn_gate", "ffn_gate_inp"),
     *("per_layer_token_embd", "per_layer_model_proj"),
     *("attn_q_a", "attn_q_b", "attn_kv_a_mqa", "attn_k_b", "attn_v_b"),
+    *("ssm_in", "ssm_gate", "ssm_alpha", "ssm_beta"),
 }
 
 
@@ -459,6 +476,8 @@ def packed_bytes(tensors: Mapping[str, Tensor]) -> int:
 def _device_bytes(name: str, tensor: Tensor) -> int:
     if len(tensor.shape) < 2:
         return tensor.nbytes
+    if name.endswith(_TAPS):
+        return 4 * tensor.num_weights
     *_, rows, columns = tensor.shape
     if name == _POSITIONS:
         return 4 * rows * padded(columns)
@@ -509,6 +528,8 @@ class Loader:
         )
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
+        if isinstance(layer.mixer, StateMixer):
+            return self._with_state(prefix, layer, layer.mixer)
         if not self._has_mixer(prefix):
             return self._without_mixer(prefix, layer)
         head_norms = [None, None]
@@ -597,6 +618,31 @@ class Loader:
             output=None,
             **self._feed_forward_parts(prefix, layer),
         )
+
+    def _with_state(self, prefix: str, layer: Layer, part: StateMixer) -> LayerWeights:
+        names = [name for name in part.matrices(1) if name != "ssm_out"]
+        output = self._hidden(f"{prefix}ssm_out")
+        return LayerWeights(
+            **self._norms(prefix, layer),
+            query_norm=None,
+            key_norm=None,
+            qkv=self._joined([prefix + name for name in names]),
+            output=replace(output, scale=output_divisor(part)),
+            **self._feed_forward_parts(prefix, layer),
+            state=self._state(prefix),
+            inputs=self._input(prefix),
+        )
+
+    def _state(self, prefix: str) -> StateWeights:
+        names = {"bias": "conv1d.bias", "a": "a.weight", "dt": "dt.bias", "d": "d.weight"}
+        names["norm"] = "norm.weight"
+        full = {ours: f"{prefix}ssm_{name}" for ours, name in names.items()}
+        vectors = {
+            ours: self._floats(name) if name in self._tensors else None
+            for ours, name in full.items()
+        }
+        taps = self._floats(prefix + _TAPS)  # [channels, kernel]
+        return StateWeights(taps.T.contiguous(), **vectors)
 
     def _norms(self, prefix: str, layer: Layer) -> dict[str, Any]:
         """Those of hidden vectors, by their names in LayerWeights."""
@@ -700,11 +746,19 @@ class Loader:
     # ---- tensors
 
     def _format(self, name: str) -> str:
-        return self._tensors[f"{name}.weight"].format.name
+        return self._matrix(f"{name}.weight").format.name
+
+    def _matrix(self, name: str) -> Tensor:
+        """Where it is in F32, in F16."""
+        tensor = self._tensors[name]
+        if tensor.format.name != "F32":
+            return tensor
+        halves = tensor.to_float32().astype(np.float16).view(np.uint8).ravel()
+        return Tensor(name, tensor.shape, format_named("F16", name), halves)
 
     def _planes(self, names: Sequence[str], rows: Array | None = None) -> Planes:
         """Matrices of one format, one below the other; or `rows` of these and a row of zeros."""
-        tensors = [self._tensors[name] for name in names]
+        tensors = [self._matrix(name) for name in names]
         columns = tensors[0].shape[1]
         raw = [self._raw(tensor).view(tensor.shape[0], -1) for tensor in tensors]
         if rows is not None:
@@ -801,13 +855,14 @@ def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) ->
 
 
 def _projected(part: Attention) -> tuple[str, ...]:
-    """What a layer's attention makes of its input: queries, and keys and values of its own; latent
-    attention what these are made of."""
+    """What a layer's attention makes of its input, in one GEMM: queries, keys and values of its
+    own, and last the gate of what it leaves; latent attention what these are made of."""
     if part.latent is not None:
         return "q" if part.latent.query_rank is None else "q_a", "kv_a_mqa"
+    gate = ("gate",) if part.has_output_gate else ()
     if part.kv_layer is not None:
-        return ("q",)
-    return ("q", "k") if part.has_key_values else ("q", "k", "v")
+        return ("q", *gate)
+    return ("q", "k", *gate) if part.has_key_values else ("q", "k", "v", *gate)
 
 
 def _with_padding(rows: Array, size: int, zero_row: int | None = None) -> Array:
