@@ -514,8 +514,8 @@ void add_stage(BoundDecoder& self, const std::string& kind, const std::string& i
 
 int add_state(BoundDecoder& self, const std::string& kind, int kernel, int num_heads,
               int num_groups, int key_dim, int value_dim, bool is_tiled, int taps, int bias, int a,
-              int dt, int d) {
-  const char* const kinds[] = {"gated DeltaNet", "Mamba 2", "short convolutions"};
+              int dt, int d, int step_rank) {
+  const char* const kinds[] = {"gated DeltaNet", "Mamba 2", "short convolutions", "Mamba 1"};
   StateMixer mixer{};
   mixer.kind = static_cast<StateMixer::Kind>(index_of(kinds, kind));
   mixer.kernel = kernel;
@@ -529,6 +529,7 @@ int add_state(BoundDecoder& self, const std::string& kind, int kernel, int num_h
   mixer.a = a;
   mixer.dt = dt;
   mixer.d = d;
+  mixer.step_rank = step_rank;
   return self.decoder.add_state(mixer);
 }
 
@@ -601,7 +602,7 @@ void bind_construction(nb::class_<BoundDecoder>& decoder) {
            "has_sigmoid"_a = false)
       .def("add_state", &add_state, nb::kw_only(), "kind"_a, "kernel"_a, "num_heads"_a,
            "num_groups"_a, "key_dim"_a, "value_dim"_a, "is_tiled"_a, "taps"_a, "bias"_a = -1,
-           "a"_a = -1, "dt"_a = -1, "d"_a = -1)
+           "a"_a = -1, "dt"_a = -1, "d"_a = -1, "step_rank"_a = 0)
       .def(
           "allocate_states",
           [](BoundDecoder& self, int64_t num_states) { self.decoder.allocate_states(num_states); },

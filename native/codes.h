@@ -337,6 +337,10 @@ struct AsQ1_0 : Traits<Q1_0, 2, 1, false, false, false> {  // 0 and 2
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return one_bit(p, j, 1); }
   INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
 };
+struct AsQ2_0 : Traits<Q2_0, 2, 1, false, false, false> {
+  INLINE_STATIC Codes codes(const uint8_t* p, int j) { return two_bits(p, j, 0); }
+  INLINE_STATIC Floats scale(const uint8_t* r) { return half_field(r, 0); }
+};
 struct AsU4_128 : Traits<U4_128, 4, 0, false, true, false> {
   INLINE_STATIC Codes codes(const uint8_t* p, int j) { return four_bits(p, j); }
   INLINE_STATIC Floats scale(const uint8_t* r) { return float_field(r, 0); }

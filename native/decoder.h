@@ -94,19 +94,25 @@ struct LayerAttention {
 // matrix [key_dim][value_stride()].
 struct StateMixer {
   static constexpr int channels_of_task = 512;
-  enum Kind { delta_net, mamba, convolution } kind;
+  // mamba_1: one head, whose values have decays of their own for each key.
+  enum Kind { delta_net, mamba, convolution, mamba_1 } kind;
   int kernel, num_heads, num_groups;
   int key_dim;  // of a convolution alone 0
   int value_dim;
-  bool is_tiled;       // head h uses group h % num_groups; else groups' heads follow each other
-  int taps;            // a vector, [kernel][channels()]
-  int bias;            // of the convolution: a vector, or -1
-  int a, dt, d;        // vectors of a number for each head; -1: none
+  bool is_tiled;  // head h uses group h % num_groups; else groups' heads follow each other
+  int taps;       // a vector, [kernel][channels()]
+  int bias;       // of the convolution: a vector, or -1
+  // Vectors of a number for each head; -1: none. Of mamba_1: [key_dim][value_dim], -1, a number for
+  // each value.
+  int a, dt, d;
+  int step_rank;       // of mamba_1: before keys and queries come so many numbers
   int64_t offset = 0;  // set by add_state: floats of a slot before this layer's
 
   int64_t group_size() const { return int64_t{num_groups} * key_dim; }
   int64_t output_size() const { return int64_t{num_heads} * value_dim; }
-  int64_t channels() const { return 2 * group_size() + output_size(); }
+  int64_t channels() const {
+    return kind == mamba_1 ? output_size() : 2 * group_size() + output_size();
+  }
   int64_t value_stride() const { return (int64_t{value_dim} + 15) / 16 * 16; }
   int64_t convolved_floats() const { return ((kernel - 1) * channels() + 15) / 16 * 16; }
   int64_t head_floats() const { return key_dim * value_stride(); }
@@ -115,6 +121,7 @@ struct StateMixer {
   // convolution alone what multiplies its input, what multiplies its output, and its input.
   int64_t projected_size() const {
     if (kind == convolution) return 3 * channels();
+    if (kind == mamba_1) return channels();
     return channels() + (kind == delta_net ? 2 : 1) * num_heads;
   }
   int64_t num_convolve_tasks() const {  // of the rows of one sequence
@@ -395,6 +402,7 @@ class Decoder {
   void check_state(const StateMixer& mixer) const;
   const StateMixer& state_of(const Stage& stage) const;
   void check_recur(const Stage& stage) const;
+  void check_values(const StateMixer& mixer) const;
   void check_gate_output(const Stage& stage) const;
   void check_experts(const Experts& experts) const;
   void check_stack(const char* what, int index, int count, int64_t out_size, int64_t in_size) const;
@@ -466,6 +474,7 @@ class Decoder {
   void convolve_rows(const StateMixer& mixer, const StepInput::State& of, int64_t first, int size);
   void recur(const Stage& stage);
   void recur_rows(const StateMixer& mixer, const StepInput::State& of, int head);
+  void recur_values(const Stage& stage, const StepInput::State& of, int64_t first, int size);
   void gate_output(const Stage& stage);
   void compute_logits(const int* rows, int count);
   // Panels [first_panel, +num_panels) of a matrix times rows [first, +count) into

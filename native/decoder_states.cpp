@@ -50,9 +50,19 @@ void Decoder::check_state(const StateMixer& mixer) const {
   expect_vector("a state's taps", mixer.taps, mixer.kernel * mixer.channels());
   if (mixer.bias >= 0) expect_vector("a state's bias", mixer.bias, mixer.channels());
   if (!has_heads) return;
+  if (mixer.kind == StateMixer::mamba_1) return check_values(mixer);
   expect_vector("a state's a", mixer.a, mixer.num_heads);
   expect_vector("a state's dt", mixer.dt, mixer.num_heads);
   if (mixer.d >= 0) expect_vector("a state's d", mixer.d, mixer.num_heads);
+  for (const float a : vectors_[static_cast<size_t>(mixer.a)])
+    expect(a <= 0.0f, "a state must decay: its a must not be above 0");
+}
+
+void Decoder::check_values(const StateMixer& mixer) const {
+  expect_within("a state's heads", mixer.num_heads, 1, 1);
+  expect_within("a state's step_rank", mixer.step_rank, 1, max_head_dim);
+  expect_vector("a state's a", mixer.a, int64_t{mixer.key_dim} * mixer.value_dim);
+  expect_vector("a state's d", mixer.d, mixer.value_dim);
   for (const float a : vectors_[static_cast<size_t>(mixer.a)])
     expect(a <= 0.0f, "a state must decay: its a must not be above 0");
 }
@@ -92,6 +102,11 @@ void Decoder::check_recur(const Stage& stage) const {
     return other.kind == stage.kind && other.state == stage.state;
   };
   expect(std::none_of(stages_.begin(), stages_.end(), is_same), "a state is carried on once");
+  if (mixer.kind != StateMixer::mamba_1 || stage.kind != Stage::recur) return;
+  expect_written("time steps", RowKind::branch, mixer.value_dim);
+  expect_written("keys and queries", RowKind::latent, mixer.step_rank + 2 * int64_t{mixer.key_dim});
+  expect_norm("a norm of keys", stage.key_norm, mixer.key_dim);
+  expect_norm("a norm of queries", stage.query_norm, mixer.key_dim);
 }
 
 void Decoder::check_gate_output(const Stage& stage) const {
@@ -165,6 +180,17 @@ void Decoder::convolve_rows(const StateMixer& mixer, const StepInput::State& of,
 void Decoder::recur(const Stage& stage) {
   Stopwatch watch(counters_.attention_seconds);
   const StateMixer& mixer = state_of(stage);
+  if (mixer.kind == StateMixer::mamba_1) {
+    const auto parts = static_cast<int>(mixer.num_convolve_tasks());
+    return pool_.run(static_cast<int>(row_states_.size()) * parts, 1, [&](int task, int end, int) {
+      for (; task < end; task++) {
+        const int64_t first = int64_t{task % parts} * channels_of_task;
+        const int64_t size = std::min<int64_t>(channels_of_task, mixer.value_dim - first);
+        recur_values(stage, row_states_[static_cast<size_t>(task / parts)], first,
+                     static_cast<int>(size));
+      }
+    });
+  }
   const int count = static_cast<int>(row_states_.size()) * mixer.num_heads;
   pool_.run(count, 1, [&](int begin, int end, int) {
     for (int task = begin; task < end; task++)
@@ -218,6 +244,41 @@ void Decoder::recur_rows(const StateMixer& mixer, const StepInput::State& of, in
     if (mixer.d >= 0)
       for (int j = 0; j < mixer.value_dim; j++) out[j] += number(mixer.d) * value[j];
     std::copy_n(out, mixer.value_dim, row_of(RowKind::attention_output, of.first_row + i) + own);
+  }
+}
+
+// Some values of one sequence's rows, in their order.
+void Decoder::recur_values(const Stage& stage, const StepInput::State& of, int64_t first,
+                           int size) {
+  const StateMixer& mixer = state_of(stage);
+  thread_local std::vector<float> floats;
+  floats.assign(static_cast<size_t>(2 * mixer.key_dim + channels_of_task), 0.0f);
+  float *key = floats.data(), *query = key + mixer.key_dim, *steps = query + mixer.key_dim;
+  const auto vector = [&](int index) {
+    return vectors_[static_cast<size_t>(index)].data() + first;
+  };
+  const int64_t at = mixer.convolved_floats() + first;
+  float* matrix = state_slot(mixer, of.target) + at;
+  const float* from = of.source >= 0 ? state_slot(mixer, of.source) + at : matrix;
+  const int64_t padded = (size + 15) / 16 * 16;
+  if (of.source < 0)
+    for (int k = 0; k < mixer.key_dim; k++)
+      std::fill_n(matrix + k * mixer.value_stride(), padded, 0.0f);
+  const auto normed = [&](const Norm& norm, const float* x, float* out) {
+    if (norm.kind == Norm::none) std::copy_n(x, mixer.key_dim, out);
+    apply_norm(norm, x, mixer.key_dim, out);
+  };
+  for (int i = of.first_row; i < of.first_row + of.num_rows; i++) {
+    const float* made = row_of(RowKind::latent, i) + mixer.step_rank;
+    normed(stage.key_norm, made, key);
+    normed(stage.query_norm, made + mixer.key_dim, query);
+    const float* scores = row_of(RowKind::branch, i) + first;
+    for (int j = 0; j < size; j++) steps[j] = static_cast<float>(softplus(scores[j]));
+    kernels_.recur_each({mixer.key_dim, size, mixer.value_stride(), mixer.value_dim,
+                         vector(mixer.a), vector(mixer.d), steps, key, query,
+                         row_of(RowKind::projected, i) + first, from, matrix,
+                         row_of(RowKind::attention_output, i) + first});
+    from = matrix;
   }
 }
 

@@ -44,6 +44,7 @@ enum Format : int {
   MXFP4,
   NVFP4,
   Q1_0,
+  Q2_0,
   U4_128,
   I8_128,
   E4M3_128,
@@ -85,6 +86,7 @@ constexpr FormatInfo format_infos[num_formats] = {
     {4, 256, 16, 1},   // MXFP4: the exponent of a power of two
     {4, 256, 32, 1},   // NVFP4: two scales in E4M3
     {1, 64, 32, 4},    // Q1_0: d
+    {2, 128, 32, 2},   // Q2_0: d
     {4, 256, 128, 4},  // U4_128: float32 d, zero point
     {8, 512, 64, 4},   // I8_128: float32 d
     {0, 16, 64, 4},    // E4M3_128: float32 d

@@ -234,6 +234,7 @@ void gemm(const Gemm& p) {
     case NVFP4: return gemm_quantised<AsNVFP4>(p);
     case NVFP4_128: return gemm_quantised<AsNVFP4_128>(p);
     case Q1_0: return gemm_quantised<AsQ1_0>(p);
+    case Q2_0: return gemm_quantised<AsQ2_0>(p);
     case U4_128: return gemm_quantised<AsU4_128>(p);
     case I8_128: return gemm_quantised<AsI8_128>(p);
     case TERNARY: return p.has_unit_scales ? gemm_ternary(p) : gemm_quantised<AsTernary>(p);

@@ -379,6 +379,7 @@ void amx_gemm(const Gemm& p) {
     case IQ3_S: return amx_gemm_quantised<AsIQ3_S>(p);
     case MXFP4: return amx_gemm_quantised<AsMXFP4>(p);
     case Q1_0: return amx_gemm_quantised<AsQ1_0>(p);
+    case Q2_0: return amx_gemm_quantised<AsQ2_0>(p);
     case U4_128: return amx_gemm_quantised<AsU4_128>(p);
     case I8_128: return amx_gemm_quantised<AsI8_128>(p);
     case TERNARY: return suits_tiles<AsTernary>(p) ? amx_gemm_quantised<AsTernary>(p) : gemm(p);

@@ -135,6 +135,16 @@ struct Recurrence {
   float *to, *out;
 };
 
+// Values of a sequence's state that have decays of their own for each key, [key_dim][stride]: see
+// recur_each. `a` is [key_dim][a_stride].
+struct EachRecurrence {
+  int key_dim, size;
+  int64_t stride, a_stride;
+  const float *a, *d, *steps, *key, *query, *value;
+  const float* from;
+  float *to, *out;
+};
+
 struct Kernels {
   const char* name;
   // ---- GEMM; with few tokens it is a GEMV
@@ -182,6 +192,7 @@ struct Kernels {
   void (*multiply_sigmoid)(float* x, const float* gate, int size);
   void (*make_unit)(const float* x, int size, float epsilon, float factor, float* out);
   void (*recur)(const Recurrence&);
+  void (*recur_each)(const EachRecurrence&);
 };
 
 const Kernels& portable_kernels();

@@ -76,6 +76,7 @@ void read_codes(const SourceFormat& from, const uint8_t* block, uint8_t* codes) 
     case NVFP4: spread(block + 4, 32, 4, 8, codes, 0); return;
     case NVFP4_128: spread(block + 12, 64, 4, 8, codes, 0); return;
     case Q1_0: spread(block + 2, 16, 1, 1, codes, 0); return;
+    case Q2_0: spread(block + 2, 16, 2, 1, codes, 0); return;
     case U4_128: spread(block + 8, 64, 4, 16, codes, 0); return;
     case I8_128: std::memcpy(codes, block + 4, 128); return;
     case TERNARY:
@@ -139,6 +140,7 @@ void put_scales(const SourceFormat& from, const uint8_t* block, int row, uint8_t
     case Q4_0:
     case Q5_0:
     case Q1_0:
+    case Q2_0:
     case IQ4_NL: put_half(record, 0, row, block); return;
     case Q4_1:
     case Q5_1: put_two_halves(record, row, block); return;
@@ -281,6 +283,7 @@ float weight_of(Format format, int code, const uint8_t* record, int s, int half,
     case IQ4_NL: return d * value(iq4_values[code]);
     case IQ4_XS: return d * signed_field(s) * value(iq4_values[code]);
     case Q1_0: return d * value(2 * code - 1);
+    case Q2_0:
     case TERNARY: return d * value(code - 1);
     default: return 0.0f;
   }
@@ -350,6 +353,7 @@ const SourceFormat* source_format(const char* name) {
       {"MXFP4", MXFP4, 32, 17},
       {"NVFP4", NVFP4, 64, 36},
       {"Q1_0", Q1_0, 128, 18},
+      {"Q2_0", Q2_0, 64, 18},
       {"IQ1_S", IQ1_S, 256, 50},
       {"IQ1_M", IQ1_M, 256, 56},
       {"IQ2_XXS", IQ2_XXS, 256, 66},

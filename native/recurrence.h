@@ -90,3 +90,29 @@ void recur(const Recurrence& r) {
   recur_all<true>(r);
   stream_fence();
 }
+
+// state[k][i] = exp(a[k][i] * step[i]) * state[k][i] + key[k] * step[i] * value[i], and out[i] =
+// the sum over k of query[k] * state[k][i], plus d[i] * value[i]. A lane for each value, keys in
+// their order.
+void recur_each(const EachRecurrence& r) {
+  for (int i = 0; i < r.size; i += 16) {
+    const int count = lanes_left(r.size, i);
+    const auto at = [&](const float* p) {
+      return count == 16 ? load(p + i) : load_first(p + i, count);
+    };
+    const Floats step = at(r.steps), value = at(r.value), update = step * value;
+    Floats total = broadcast(0.0f);
+    for (int k = 0; k < r.key_dim; k++) {
+      const Floats decay = exponential(at(r.a + k * r.a_stride) * step);
+      const Floats state =
+          fma(broadcast(r.key[k]), update, load(r.from + k * r.stride + i) * decay);
+      store(r.to + k * r.stride + i, state);
+      total = fma(broadcast(r.query[k]), state, total);
+    }
+    total = fma(at(r.d), value, total);
+    if (count == 16)
+      store(r.out + i, total);
+    else
+      store_first(r.out + i, total, count);
+  }
+}

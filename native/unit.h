@@ -56,6 +56,7 @@ constexpr Kernels kernels_of_unit = {
     multiply_sigmoid,
     make_unit,
     recur,
+    recur_each,
 };
 
 #if defined(QUIRE_HAS_AMX)

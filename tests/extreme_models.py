@@ -55,9 +55,10 @@ def random_model(
             if name.split(".")[-2] == part:
                 wanted = other
         block_format = format_named(wanted, name)
-        if len(shape) < 2 or shape[-1] % block_format.block_size:
+        is_vector = len(shape) == 1 or name.endswith("ssm_a.weight")
+        if is_vector or shape[-1] % block_format.block_size:
             block_format = format_named("F32", name)
-        if len(shape) == 1:
+        if is_vector:
             values = 1 + 0.1 * rng.standard_normal(shape, dtype=np.float32)
             if name.endswith("ssm_a.weight"):  # a state decays
                 values = -values

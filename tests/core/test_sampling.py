@@ -255,6 +255,14 @@ def test_a_constraint_holds_text() -> None:
         Constraint("regex", 5)  # type: ignore[arg-type]
 
 
+def test_what_is_put_together_of_tools_is_named_by_them() -> None:
+    with pytest.raises(
+        RequestError, match="schemas of tools and answer have 131073 char"
+    ) as caught:
+        Constraint("answer", "a" * (MAX_CONSTRAINT_LENGTH + 1))
+    assert caught.value.param == "tools"
+
+
 def test_an_unknown_field_is_named() -> None:
     with pytest.raises(RequestError, match="'best_of'"):
         SamplingParams.from_mapping({"max_tokens": 3, "best_of": 2})

@@ -39,9 +39,9 @@ SETTINGS = {
     "steps ahead": EngineConfig(max_batch_size=4, max_step_tokens=20, plan_ahead=True),
 }
 FEW = 7  # blocks
-PART = ("granitehybrid", "lfm2", "qwen35")  # one of each kind
+PART = ("granitehybrid", "lfm2", "qwen35", "mamba")  # one of each kind
 # Beside attention, in layers of one half alone, and without attention.
-OTHERS = ("falcon-h1", "nemotron_h_moe", "mamba2")
+OTHERS = ("falcon-h1", "nemotron_h_moe", "mamba2", "jamba")
 
 
 class PoisonedExecutor(ReferenceExecutor):
@@ -109,7 +109,9 @@ def test_company_changes_no_bit(device: str, case: str, folder: Path) -> None:
         assert num_preemptions > 0
 
 
-@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "mamba2"])
+@pytest.mark.parametrize(
+    "case", ["lfm2", "falcon-h1", "nemotron_h", "nemotron_h_moe", "mamba2", "falcon_mamba"]
+)
 def test_rows_that_nobody_asked_for_are_dropped_behind_the_last_state(
     case: str, folder: Path
 ) -> None:

@@ -245,11 +245,13 @@ def test_a_safetensors_folder_comes_without_the_rest(fake: FakeHub) -> None:
         "model.safetensors": CONTENT,
         "pytorch_model.bin": CONTENT[2:],
         "onnx/model.onnx": CONTENT[3:],
+        "hf_quant_config.json": b"{}",
         "tokenizer.json": b"{ }",
     }
     fake.add(REPO, files)
     folder = fetch()
-    assert files_under(folder) == ["config.json", "model.safetensors", "tokenizer.json"]
+    kept = ["config.json", "hf_quant_config.json", "model.safetensors", "tokenizer.json"]
+    assert files_under(folder) == kept
     assert (folder / "model.safetensors").read_bytes() == CONTENT
 
 

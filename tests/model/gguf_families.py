@@ -93,6 +93,9 @@ ARCHITECTURES = {
     "nemotron_h": "nemotron_h",
     "nemotron_h_moe": "nemotron_h_moe",
     "nemotron_h_moe-latent": "nemotron_h_moe",
+    "mamba": "mamba",
+    "falcon_mamba": "mamba",
+    "jamba": "jamba",
     "mamba2": "mamba2",
     "falcon-h1": "falcon-h1",
     "falcon-h1-normed": "falcon-h1",
@@ -112,6 +115,7 @@ WITH_PATTERN = {"olmo2", "exaone4", "exaone-moe", "gemma4"}
 WITHOUT_WINDOW = {"starcoder2", "dots1"}  # the converter does not write it
 DELTA_NETS = {"qwen3next", "qwen35", "qwen35moe"}
 NEMOTRONS = {"nemotron_h", "nemotron_h_moe"}  # whose layers are one half alone
+FIRST_MAMBAS = {"mamba", "jamba"}
 MAMBAS = {"granitehybrid", "falcon-h1", "mamba2", *NEMOTRONS}
 # It is called post_attention_norm.
 NORM_BEFORE_FEED = {"gpt-oss", "seed_oss", "glm4moe", *DELTA_NETS}
@@ -575,6 +579,29 @@ def _mamba2(config: Config) -> dict[str, Field]:
     }
 
 
+def _jamba(config: Config) -> dict[str, Field]:
+    period, first = config["attn_layer_period"], config["attn_layer_offset"]
+    layers = range(config["num_hidden_layers"])
+    heads = config["num_key_value_heads"]
+    return {
+        "attention.head_count_kv": [heads if x % period == first else 0 for x in layers],
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": config["mamba_dt_rank"],
+    }
+
+
+def _mamba1(config: Config) -> dict[str, Field]:
+    own = {**config, "n_groups": 0, "num_heads": config["time_step_rank"], "head_dim": 0}
+    fields = _mamba2(own) | {
+        "ssm.inner_size": config["expand"] * config["hidden_size"],
+        "ssm.dt_b_c_rms": config["model_type"] == "falcon_mamba",
+    }
+    del fields["ssm.group_count"]
+    return fields
+
+
 def _mpt(config: Config) -> dict[str, Field]:
     return {
         "context_length": config["max_seq_len"],
@@ -605,6 +632,7 @@ _ALONE: dict[str, Callable[[Config], dict[str, Field]]] = {
     "bloom": _bloom,
     "mpt": _mpt,
     "mamba2": _mamba2,
+    "mamba": _mamba1,
     "minicpm3": _minicpm3,
     "gpt2": _gpt2,
     "starcoder": _starcoder,
@@ -649,6 +677,7 @@ _OWN: dict[str, Callable[[Config], dict[str, Field]]] = {
     "lfm2moe": _lfm2,
     "granitehybrid": _granite_hybrid,
     "falcon-h1": _mamba,
+    "jamba": _jamba,
     **dict.fromkeys(NEMOTRONS, _nemotron_h),
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan,
@@ -790,6 +819,11 @@ def _with_states(architecture: str, model: Model, tensors: dict[str, Floats]) ->
         }
         if architecture in DELTA_NETS:
             own = _delta_net_tensors(architecture, part, own)
+        elif architecture in FIRST_MAMBAS:
+            own["ssm_in.weight"] = np.concatenate(
+                [own["ssm_in.weight"], own.pop("ssm_gate.weight")]
+            )
+            own |= {name: own.pop(f"{name}.weight") for name in ("ssm_a", "ssm_d")}
         elif architecture in MAMBAS:
             names = [f"ssm_{name}.weight" for name in ("gate", "in", "alpha")]
             own["ssm_in.weight"] = np.concatenate([own.pop(name) for name in names])

@@ -24,7 +24,7 @@ from quire.model.rope import (
     Rope,
     YarnScaling,
 )
-from quire.model.spec import Activation, Experts, ModelSpec, tensor_shapes
+from quire.model.spec import Activation, Dense, Experts, ModelSpec, tensor_shapes
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -242,7 +242,7 @@ def test_an_unknown_model_type_is_named_with_those_we_run() -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("mamba", "state-space layers"),
+        ("zamba2", "state-space layers"),
         ("kimi_linear", "gated delta networks of another kind"),
         ("opt", "learned positions that begin at the second"),
     ],
@@ -652,3 +652,27 @@ def test_mpts_slopes_are_those_that_a_file_says() -> None:
         spec_from_config({**config, "attn_config": {**own, "alibi_bias_max": 99}})
     three = replace(attention, num_heads=3, num_kv_heads=3)
     assert three.alibi_slopes == (2.0**-4, 2.0**-8, 2.0**-2)
+
+
+def test_jambas_layers_come_in_periods() -> None:
+    config = drawn_config("jamba")
+    found = spec_from_config(config)
+    assert [*found.attentions] == [1] and [*found.states] == [0, 2, 3]
+    assert [isinstance(layer.feed_forward, Experts) for layer in found.layers] == [False, True] * 2
+    assert found.states[0].step_rank == 5 and found.states[0].has_step_weights
+    dense = spec_from_config({**config, "num_experts": 1, "mamba_dt_rank": "auto"})
+    assert all(isinstance(layer.feed_forward, Dense) for layer in dense.layers)
+    assert dense.states[0].step_rank == 3
+    with pytest.raises(UnsupportedModelError, match="mamba_proj_bias = True is not supported"):
+        spec_from_config({**config, "mamba_proj_bias": True})
+    with pytest.raises(ModelFileError, match="attn_layer_offset must be an integer"):
+        spec_from_config({**config, "attn_layer_offset": -1})
+
+
+def test_falcon_mambas_steps_are_normed_with_an_epsilon_of_their_own() -> None:
+    part = spec_from_config(drawn_config("falcon_mamba")).states[0]
+    assert part.has_step_norms and not part.has_step_weights and part.norm_epsilon == 0.01
+    assert not spec_from_config(drawn_config("mamba")).states[0].has_step_norms
+    config = drawn_config("falcon_mamba")
+    del config["mixer_rms_eps"]
+    assert spec_from_config(config).states[0].norm_epsilon == 1e-6

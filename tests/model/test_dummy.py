@@ -138,12 +138,15 @@ def test_mxfp4_is_for_experts_and_for_all_matrices_of_a_model_without_them() -> 
     assert formats("dummy:tiny:MXFP4")["blk.1.attn_v.weight"] == "MXFP4"
 
 
-def test_nvfp4_is_for_linears_and_q1_0_for_all_but_the_head() -> None:
-    """As llama.cpp converts checkpoints to the one and quantises to the other."""
+def test_nvfp4_is_for_linears_and_q1_0_and_q2_0_for_all_but_the_head() -> None:
+    """As llama.cpp converts checkpoints to the one and quantises to the others."""
     nvfp4, q1_0 = (formats(f"dummy:tiny:{name}") for name in ("NVFP4", "Q1_0"))
     assert (nvfp4["token_embd.weight"], nvfp4["output.weight"]) == ("BF16", "BF16")
     assert {nvfp4[name] for name in nvfp4 if "blk" in name} == {"NVFP4", "F32"}
     assert (q1_0["token_embd.weight"], q1_0["output.weight"]) == ("Q1_0", "Q6_K")
+    q2_0 = formats("dummy:tiny:Q2_0")
+    assert (q2_0["token_embd.weight"], q2_0["output.weight"]) == ("Q4_K", "Q6_K")
+    assert {q2_0[name] for name in q2_0 if "blk" in name} == {"Q2_0", "F32"}
 
 
 def test_float_mixes_are_float_throughout() -> None:

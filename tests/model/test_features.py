@@ -43,6 +43,17 @@ DELTA_NET = StateMixer(
     norm_epsilon=1e-5,
 )
 MAMBA = replace(DELTA_NET, kind=StateKind.MAMBA, kernel=3, has_convolution_bias=True)
+FIRST_MAMBA = StateMixer(
+    kind=StateKind.MAMBA_1,
+    kernel=3,
+    key_dim=8,
+    value_dim=24,
+    step_rank=5,
+    has_convolution_bias=True,
+    has_step_norms=True,
+    has_step_weights=True,
+    norm_epsilon=1e-5,
+)
 EXPERTS = Experts(count=4, num_used=2, size=8, activation=Activation.SILU, router=Router())
 
 
@@ -110,6 +121,7 @@ SPECS: dict[Feature, ModelSpec] = {
     Feature.OUTPUT_GATE: attention(has_output_gate=True),
     Feature.DELTA_NET: second(mixer=DELTA_NET),
     Feature.MAMBA: second(mixer=MAMBA),
+    Feature.MAMBA_1: second(mixer=FIRST_MAMBA),
     Feature.CONVOLUTIONS: second(
         mixer=StateMixer(kind=StateKind.CONVOLUTION, kernel=3, value_dim=16)
     ),
@@ -148,7 +160,7 @@ OF_SECOND_LAYER = {
     *(Feature.ROUTER_GROUPS, Feature.SPARSE_MIXER, Feature.UNGATED_EXPERTS),
     Feature.LATENT_EXPERTS,
     *(Feature.WEIGHED_EXPERT_INPUT, Feature.EXPERTS_BESIDE_DENSE),
-    *(Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS),
+    *(Feature.DELTA_NET, Feature.MAMBA, Feature.MAMBA_1, Feature.CONVOLUTIONS),
 }
 OF_MODEL = {
     *(Feature.EMBEDDING_SCALE, Feature.LOGIT_SCALE, Feature.LOGIT_SOFT_CAP, Feature.LINEAR_SCALES),

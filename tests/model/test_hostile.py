@@ -34,7 +34,7 @@ FAMILIES = (
     *("drawn/phi3-long", "drawn/gemma3", "drawn/qwen2moe", "drawn/gpt-oss", "drawn/olmo3"),
     *("drawn/gemma4", "drawn/gemma4-experts"),
     *("drawn/llama4", "drawn/deepseek2", "drawn/smollm3", "drawn/ministral3", "drawn/granite"),
-    *("drawn/nemotron_h_moe-latent", "drawn/falcon-h1", "drawn/mamba2"),
+    *("drawn/nemotron_h_moe-latent", "drawn/falcon-h1", "drawn/mamba2", "drawn/jamba"),
 )
 
 
@@ -89,7 +89,7 @@ MORE_GGUF_KEYS = (
     "case",
     [
         *("gemma4-experts", "deepseek2", "llama4", "phi3-long", "glm4moe"),
-        *("nemotron_h_moe-latent", "falcon-h1", "mamba2"),
+        *("nemotron_h_moe-latent", "falcon-h1", "mamba2", "jamba"),
     ],
 )
 def test_odd_values_in_gguf_metadata_are_read_or_refused(case: str, tmp_path: Path) -> None:

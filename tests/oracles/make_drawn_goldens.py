@@ -99,6 +99,14 @@ MAMBA: dict[str, Any] = {
     "mamba_d_head": 16,
     "shared_intermediate_size": 40,
 }
+FIRST_MAMBA: dict[str, Any] = {
+    **dict.fromkeys(SIZES, ...),
+    "vocab_size": 64,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 8,
+    "time_step_rank": 5,
+}
 FALCON_H1: dict[str, Any] = {
     "head_dim": 16,
     "mamba_d_ssm": 96,
@@ -664,6 +672,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
             "mamba_n_groups": 2,
         },
+    ),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 5,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "mamba": ("mamba", FIRST_MAMBA),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {**FIRST_MAMBA, "mixer_rms_eps": 0.01, "tie_word_embeddings": False},
     ),
     "mamba2": (
         "mamba2",

@@ -57,7 +57,9 @@ def test_a_chat_is_streamed_in_lines(tiny: RunningServer) -> None:
     assert last["eval_count"] == 6 and last["total_duration"] > 0
 
 
-@pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize(
+    "kind", ["", "application/x-www-form-urlencoded", "application/octet-stream"]
+)
 def test_programs_need_not_say_that_a_body_is_json(tiny: RunningServer, kind: str) -> None:
     """As curl posts Ollama's examples, and LiteLLM what it has a key for; pages may not."""
     body = json.dumps({"model": NAME, "messages": MESSAGES, "stream": False, "options": OPTIONS})

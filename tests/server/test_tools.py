@@ -344,6 +344,16 @@ def test_an_answer_has_its_form_or_calls_tools(hermes: Scripted) -> None:
             "tools",
             "400 - tool 'f': at #",
         ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": 3}}}
+                ],
+                "response_format": {"type": "json_object"},
+            },
+            "tools",
+            "400 - tool 'f': at #",
+        ),
     ],
 )
 def test_what_is_wrong_with_tools_is_said(

@@ -1,5 +1,9 @@
 """llama.cpp's grammars: which texts they take, and what is said of those that are none."""
 
+import itertools
+import random
+import re
+
 import pytest
 from llguidance import LLMatcher
 from tests.structured.test_grammars import byte_level
@@ -90,6 +94,55 @@ def test_what_recurs_at_the_end_alone_is_no_recursion() -> None:
     assert "start: RULE_0\n" in lark and "rule_" not in lark
     assert takes(STRINGS, r'["a\"b","\u00e9",""]')
     assert not takes(STRINGS, r'["a\"]')
+
+
+TEXTS = ["", *("".join(t) for n in range(1, 5) for t in itertools.product("abc", repeat=n))]
+Pair = tuple[str, str]  # the same in GBNF and as a regular expression
+
+
+def drawn(draw: random.Random, rules: list[Pair], depth: int = 3) -> Pair:
+    kind = draw.choice("tsuutoqr") if depth else draw.choice("ts")
+    if kind == "u" and rules:
+        return draw.choice(rules)
+    if kind == "s":
+        return (draw.choice(["[ab]", "[^a]", "[b-c]"]),) * 2
+    if kind in "oq":
+        parts = [drawn(draw, rules, depth - 1) for _ in range(draw.randint(2, 3))]
+        between = " | " if kind == "o" else " "
+        texts = between.join(text for text, _ in parts)
+        return f"({texts})", f"(?:{between.strip().join(own for _, own in parts)})"
+    if kind == "r":
+        text, own = drawn(draw, rules, depth - 1)
+        times = draw.choice(["*", "+", "?", "{2}", "{1,2}"])
+        return f"{text}{times}", f"(?:{own}){times}"
+    text = draw.choice(["a", "b", "ab", "c", ""])
+    return f'"{text}"', text
+
+
+def drawn_rule(draw: random.Random, name: str, rules: list[Pair]) -> Pair:
+    """Its alternatives, of which some may go on with it, or begin with it."""
+    (once, own_once), (step, own_step) = (drawn(draw, rules) for _ in range(2))
+    match draw.choice(["plain", "right", "left"]):
+        case "right":
+            return f"{step} {name} | {once}", f"(?:(?:{own_step})*(?:{own_once}))"
+        case "left":
+            return f"{once} | {name} {step}", f"(?:(?:{own_once})(?:{own_step})*)"
+    return once, f"(?:{own_once})"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_grammars_take_what_regular_expressions_of_the_same_meaning_do(seed: int) -> None:
+    draw = random.Random(seed)
+    rules: list[Pair] = []
+    lines: list[str] = []
+    for name in ("x", "y", "z", "root"):
+        text, pattern = drawn_rule(draw, name, rules)
+        lines.append(f"{name} ::= {text}")
+        rules.append((name, pattern))
+    grammar = "\n".join(lines)
+    for text in draw.sample(TEXTS, 20):
+        expected = re.fullmatch(rules[-1][1], text, re.DOTALL) is not None
+        assert takes(grammar, text) is expected, (text, grammar)
 
 
 def test_lark_may_have_texts_like_rules() -> None:

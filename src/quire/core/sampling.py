@@ -40,10 +40,11 @@ class Constraint:
         if not isinstance(self.value, str):
             raise _wrong(f"a constraint's value is a string, got {self.value!r:.100}")
         if len(self.value) > MAX_CONSTRAINT_LENGTH:
-            raise _wrong(
-                f"structured ({self.kind}) has {len(self.value)} characters; the limit is "
-                f"{MAX_CONSTRAINT_LENGTH}"
-            )
+            length, limit = len(self.value), MAX_CONSTRAINT_LENGTH
+            if self.kind == "answer":  # which is put together of what a call says
+                message = f"schemas of tools and answer have {length} characters"
+                raise RequestError(f"{message}; the limit is {limit}", param="tools")
+            raise _wrong(f"structured ({self.kind}) has {length} characters; the limit is {limit}")
 
     @classmethod
     def json(cls, schema: object) -> "Constraint":

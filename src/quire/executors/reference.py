@@ -444,17 +444,15 @@ class _Layer:
         return x if scale == 1.0 else x * np.float32(scale)
 
 
-def _mixers(
-    spec: ModelSpec, index: int, weights: _Weights
-) -> "list[_Attention | _Convolution | _Recurrence]":
+def _mixers(spec: ModelSpec, index: int, weights: _Weights) -> "list[_Attention | _Convolution]":
     layer = spec.layers[index]
-    found: list[_Attention | _Convolution | _Recurrence] = []
+    found: list[_Attention | _Convolution] = []
     if isinstance(layer.mixer, Attention):
         kind = _Attention if layer.mixer.latent is None else _LatentAttention
         found.append(kind(spec, index, weights))
     if layer.state is not None:
-        is_alone = layer.state.kind is StateKind.CONVOLUTION
-        state = _Convolution if is_alone else _Recurrence
+        kinds = {StateKind.CONVOLUTION: _Convolution, StateKind.MAMBA_1: _Selective}
+        state = kinds.get(layer.state.kind, _Recurrence)
         found.append(state(layer.state, index, weights))
     return found
 
@@ -544,6 +542,38 @@ class _Recurrence(_Convolution):
             return rms_norm(heads, self._norm, part.norm_epsilon).ravel() * _silu(gate)
         groups = (heads.ravel() * _silu(gate)).reshape(part.num_groups, -1)
         return rms_norm(groups, None, part.norm_epsilon).ravel() * self._norm
+
+
+class _Selective(_Convolution):
+    """Mamba 1 of one layer."""
+
+    def __init__(self, part: StateMixer, index: int, weights: _Weights) -> None:
+        super().__init__(part, index, weights)
+        self._gate, self._made = weights.linear("ssm_gate"), weights.linear("ssm_x")
+        self._alpha = weights.linear("ssm_dt")
+        self._a = _aligned_copy(weights.array("ssm_a.weight").T)  # [keys, values]
+        self._d = weights.array("ssm_d.weight")
+        self._norms = [weights.get(f"ssm_{x}_norm.weight") for x in ("dt", "b", "c")]
+
+    def _step(self, x: Floats, state: Floats) -> Floats:
+        part = self._part
+        values = _silu(self._convolved(self._input(x), state))
+        made = self._made(values)
+        ends = (part.step_rank, part.step_rank + part.key_dim)
+        low, keys, queries = (
+            self._normed(vector, weight)
+            for vector, weight in zip(np.split(made, ends), self._norms, strict=True)
+        )
+        steps = _softplus(self._alpha(low))
+        matrix = state[part.num_convolved :].reshape(part.key_dim, part.value_dim)
+        matrix *= np.exp(self._a * steps)
+        matrix += np.outer(keys, values * steps)
+        left = _row_sum(matrix, queries) + self._d * values
+        return self._output(left * _silu(self._gate(x)))
+
+    def _normed(self, vector: Floats, weight: Floats | None) -> Floats:
+        part = self._part
+        return rms_norm(vector, weight, part.norm_epsilon) if part.has_step_norms else vector
 
 
 def _row_sum(matrix: Floats, factors: Floats) -> Floats:

@@ -500,6 +500,7 @@ def _halves(fields: Fields) -> tuple[Half, ...]:
 _STATE_LAYERS = {
     StateKind.DELTA_NET: ("linear_attention",),
     StateKind.MAMBA: ("linear_attention", "mamba"),
+    StateKind.MAMBA_1: ("linear_attention", "mamba"),
     StateKind.CONVOLUTION: ("conv",),
 }
 _ATTENTION_LAYERS = ("full_attention", "attention")
@@ -532,6 +533,10 @@ def _state_layers(kind: StateKind, fields: Fields, num_layers: int) -> list[bool
         listed = _layer_numbers(fields, "full_attn_idxs")
         if listed is not None:
             return [layer not in listed for layer in range(num_layers)]
+        period = fields.optional_integer("attn_layer_period", high=MAX_SIZES["num_layers"])
+        if period is not None:  # Jamba's
+            first = fields.integer("attn_layer_offset", low=0, high=MAX_SIZES["num_layers"])
+            return [layer % period != first for layer in range(num_layers)]
         every = fields.optional_integer("full_attention_interval", high=MAX_SIZES["num_layers"])
         return [every is None or (layer + 1) % every != 0 for layer in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers:
@@ -569,6 +574,8 @@ def _state_mixer(
             norm_epsilon=norm.epsilon,
         )
     fields.refuse(dict.fromkeys(("mamba_proj_bias", "projectors_bias", "use_bias"), (False,)))
+    if kind is StateKind.MAMBA_1:
+        return _first_mamba(family, fields, hidden_size, norm)
     _refuse_time_steps(fields)
     has_norm = _says(family.state_norm_if or True, fields)
     if has_norm:
@@ -590,6 +597,26 @@ def _state_mixer(
         has_convolution_bias=fields.boolean("mamba_conv_bias", True),
         has_norm=has_norm,
         norm_epsilon=norm.epsilon,
+    )
+
+
+def _first_mamba(family: Family, fields: Fields, hidden_size: int, norm: Norm) -> StateMixer:
+    limit = MAX_SIZES["head_dim"]
+    rank = -(-hidden_size // 16)
+    if fields.get("mamba_dt_rank") != "auto":
+        rank = fields.integer("mamba_dt_rank", high=limit)
+    own = fields.optional_number("mixer_rms_eps")  # falcon_mamba's
+    return StateMixer(
+        kind=StateKind.MAMBA_1,
+        kernel=fields.integer("mamba_d_conv", high=limit),
+        key_dim=fields.integer("mamba_d_state", high=limit),
+        value_dim=fields.integer("mamba_expand", high=limit) * hidden_size,
+        has_convolution_bias=fields.boolean("mamba_conv_bias", True),
+        has_norm=False,
+        step_rank=rank,
+        has_step_norms=family.has_step_norms,
+        has_step_weights=family.has_step_norms and own is None,
+        norm_epsilon=norm.epsilon if own is None else own,
     )
 
 
@@ -640,6 +667,8 @@ def _feed_forwards(
 def _has_experts(routing: Routing, fields: Fields) -> bool:
     """A boolean says so, or a count."""
     key = routing.is_there_if
+    if routing.layers is RoutedLayers.PERIODS:
+        return fields.integer("num_experts", low=0, high=MAX_SIZES["num_experts"]) > 1
     if key is None or isinstance(fields.get(key), int):
         return key is None or bool(fields.get(key))
     return fields.boolean(key, False)
@@ -752,6 +781,10 @@ def _routed_layers(kind: RoutedLayers, fields: Fields, num_layers: int) -> list[
             first = fields.integer("moe_layer_start_index", low=0, high=limit)
             last = fields.integer("moe_layer_end_index", -1, low=-1, high=limit)
             return [first <= layer and (last < 0 or layer <= last) for layer in layers]
+        case RoutedLayers.PERIODS:
+            period = fields.integer("expert_layer_period", high=limit)
+            first = fields.integer("expert_layer_offset", low=0, high=limit)
+            return [layer % period == first for layer in layers]
         case RoutedLayers.LISTED:
             listed = _layer_numbers(fields, "moe_layers")
             step = fields.integer("interleave_moe_layer_step", 1, high=limit)

@@ -452,6 +452,7 @@ _SCALES: dict[str, dict[int, float]] = {
     "IQ4_NL": {0: 1.0},
     "IQ4_XS": {0: 1.0},
     "Q1_0": {0: 1.0},
+    "Q2_0": {0: 1.0},
     "TQ1_0": {52: 1.0},
     "TQ2_0": {64: 1.0},
 }
@@ -545,8 +546,9 @@ def _set_exponents(data: Bytes, block_format: Format, size: float) -> None:
 
 def _keep_to_the_format(blocks: Bytes, block_format: Format) -> None:
     """Change bit patterns that no quantiser writes."""
-    if block_format.name == "TQ2_0":  # 3 is no ternary digit: make it 1, which means zero
-        packed = blocks[:, :64]
+    if block_format.name in ("TQ2_0", "Q2_0"):
+        # 3 is no ternary digit, and Q2_0's only 2: make it 1, which means zero.
+        packed = blocks[:, :64] if block_format.name == "TQ2_0" else blocks[:, 2:]
         packed &= ~((packed & (packed >> 1) & 0x55) << 1)
     elif block_format.name == "Q6_K":  # full-range group scales would need a subnormal float16
         groups = blocks[:, 192:208]

@@ -70,6 +70,22 @@ _DELTA_NET_KEYS = {
     *("attention.recurrent_layers", "full_attention_interval", "nextn_predict_layers"),
     *("rope.dimension_sections", "ssm.v_head_reordered"),
 }
+_FIRST_MAMBA: dict[str, object] = {
+    "max_position_embeddings": 1 << 20,  # as GGUF files have: there are no positions
+    "layer_norm_epsilon": 1e-5,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_dt_rank": "auto",
+    "mamba_conv_bias": True,
+}
+_FIRST_MAMBA_KEYS = {
+    "state_size": "mamba_d_state",
+    "conv_kernel": "mamba_d_conv",
+    "expand": "mamba_expand",
+    "time_step_rank": "mamba_dt_rank",
+    "use_conv_bias": "mamba_conv_bias",
+}
 _MULTIPLIERS = {
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "mlp_multipliers"),
     *("ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"),
@@ -798,6 +814,32 @@ FAMILIES = (
         reads=frozenset({"partial_rotary_factor"}),
     ),
     Family(
+        name="jamba",
+        architectures=("jamba",),
+        model_types=("jamba",),
+        state=StateKind.MAMBA_1,
+        has_step_norms=True,
+        no_rope=NoRope.ALL,
+        config_defaults={
+            "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 8,
+            "num_experts": 16,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": "auto",
+            "mamba_conv_bias": True,
+        },
+        config_names={"pre_ff_layernorm": "ffn_norm"},
+        gguf_reads=frozenset(_SSM_KEYS),
+        routing=Routing(normalises=False, layers=RoutedLayers.PERIODS),
+    ),
+    Family(
         name="falcon-h1",
         architectures=("falcon-h1",),
         model_types=("falcon_h1",),
@@ -937,6 +979,29 @@ FAMILIES = (
             shared_size="moe_shared_expert_intermediate_size",
             is_there_if="n_routed_experts",
         ),
+    ),
+    Family(
+        name="mamba",
+        architectures=("mamba",),
+        model_types=("mamba",),
+        state=StateKind.MAMBA_1,
+        has_states_alone=True,
+        epsilon="layer_norm_epsilon",
+        config_defaults={"tie_word_embeddings": True, **_FIRST_MAMBA},
+        config_keys=_FIRST_MAMBA_KEYS,
+        config_names={"norm": "attn_norm"},
+        gguf_reads=frozenset({*_SSM_KEYS, "ssm.dt_b_c_rms"}),
+    ),
+    Family(
+        name="mamba",
+        model_types=("falcon_mamba",),
+        state=StateKind.MAMBA_1,
+        has_states_alone=True,
+        has_step_norms=True,
+        epsilon="layer_norm_epsilon",
+        config_defaults={"tie_word_embeddings": True, "mixer_rms_eps": 1e-6, **_FIRST_MAMBA},
+        config_keys=_FIRST_MAMBA_KEYS,
+        config_names={"norm": "attn_norm"},
     ),
     Family(
         name="mamba2",
@@ -1961,7 +2026,7 @@ WITH_SENSES = {
 
 # What architectures that are met often have and quire does not run, by the names of both files.
 _LACKING: Mapping[str, tuple[str, ...]] = {
-    "state-space layers": (*("mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "plamo2"),),
+    "state-space layers": (*("zamba", "zamba2", "plamo2"),),
     "gated delta networks of another kind": ("kimi_linear", "kimi-linear", "olmo_hybrid"),
     "recurrent layers": ("rwkv", "rwkv6", "rwkv7", "recurrent_gemma", "xlstm"),
     "alternating updates of several states": ("gemma3n", "gemma3n_text"),

@@ -61,6 +61,7 @@ class RoutedLayers(StrEnum):
     AFTER_DENSE = "after dense"  # those from first_k_dense_replace on
     SPAN = "span"  # from moe_layer_start_index to moe_layer_end_index, or to the last
     LISTED = "listed"  # moe_layers; where there is none each interleave_moe_layer_step-th
+    PERIODS = "periods"  # each expert_layer_period-th from expert_layer_offset on; GGUF's tensors
 
 
 class ExpertLayout(StrEnum):
@@ -141,6 +142,7 @@ class Family:
     has_single_halves: bool = False  # a layer is one half, which files list
     has_states_alone: bool = False  # a layer is a state
     has_state_beside: bool = False  # every layer keeps a state beside its attention
+    has_step_norms: bool = False  # of what Mamba 1 makes its time steps, keys and queries of
     state_norm_if: str | None = None  # what states leave is normed only where this field says so
     windows: Windows = Windows.NONE
     full_every: int = 1  # 0: never

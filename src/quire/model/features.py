@@ -61,6 +61,7 @@ class Feature(StrEnum):
     OUTPUT_GATE = "gates on what attention leaves"
     DELTA_NET = f"layers of {StateKind.DELTA_NET}"
     MAMBA = f"layers of {StateKind.MAMBA}"
+    MAMBA_1 = f"layers of {StateKind.MAMBA_1}"
     CONVOLUTIONS = f"layers of {StateKind.CONVOLUTION}"
     UNGATED = "a feed-forward without a gate"
     GELU = "the activation gelu"
@@ -108,7 +109,8 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.WEIGHED_EXPERT_INPUT, Feature.LATENT_EXPERTS}
         | {Feature.SIGMOID_ROUTER, Feature.ROUTER_BIAS, Feature.ROUTER_CHOICE}
         | {Feature.ROUTER_GROUPS, Feature.SHARED_EXPERT, Feature.EXPERTS_BESIDE_DENSE}
-        | {Feature.OUTPUT_GATE, Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS}
+        | {Feature.OUTPUT_GATE, Feature.DELTA_NET, Feature.MAMBA, Feature.MAMBA_1}
+        | {Feature.CONVOLUTIONS}
         | {Feature.SPARSE_MIXER, Feature.XIELU, Feature.LEARNED_POSITIONS}
         | {Feature.ALIBI, Feature.EMBEDDING_NORM}
     ),

@@ -15,6 +15,7 @@ from quire.model.family import (
     Family,
     NoRope,
     Placement,
+    RoutedLayers,
     Routing,
     Scales,
     Windows,
@@ -317,7 +318,8 @@ def _states(
     mixer = replace(
         mixer,
         has_convolution_bias=f"blk.{first}.ssm_conv1d.bias" in tensors,
-        has_norm=family.state_norm_if is None or f"blk.{first}.ssm_norm.weight" in tensors,
+        has_norm=mixer.has_norm
+        and (family.state_norm_if is None or f"blk.{first}.ssm_norm.weight" in tensors),
     )
     return tuple(mixer if is_there else None for is_there in has_state)
 
@@ -367,6 +369,8 @@ def _state_mixer(family: Family, fields: Fields, hidden_size: int) -> StateMixer
     if family.state is StateKind.CONVOLUTION:
         kernel = fields.integer("shortconv.l_cache", high=size_limit)
         return StateMixer(kind=family.state, kernel=kernel, value_dim=hidden_size)
+    if family.state is StateKind.MAMBA_1:
+        return _first_mamba(family, fields)
     num_heads = fields.integer("ssm.time_step_rank", high=limit)
     return StateMixer(
         kind=family.state,
@@ -376,6 +380,21 @@ def _state_mixer(family: Family, fields: Fields, hidden_size: int) -> StateMixer
         key_dim=fields.integer("ssm.state_size", high=size_limit),
         value_dim=fields.integer("ssm.inner_size", high=MAX_SIZES["ffn_size"]) // num_heads,
         is_tiled=fields.boolean("ssm.v_head_reordered", family.gguf_tiles_heads),
+        norm_epsilon=_norm(family, fields).epsilon,
+    )
+
+
+def _first_mamba(family: Family, fields: Fields) -> StateMixer:
+    limit = MAX_SIZES["head_dim"]
+    return StateMixer(
+        kind=StateKind.MAMBA_1,
+        kernel=fields.integer("ssm.conv_kernel", high=limit),
+        key_dim=fields.integer("ssm.state_size", high=limit),
+        value_dim=fields.integer("ssm.inner_size", high=MAX_SIZES["ffn_size"]),
+        has_norm=False,
+        step_rank=fields.integer("ssm.time_step_rank", high=limit),
+        has_step_norms=family.has_step_norms or fields.boolean("ssm.dt_b_c_rms", False),
+        has_step_weights=family.has_step_norms,
         norm_epsilon=_norm(family, fields).epsilon,
     )
 
@@ -535,6 +554,12 @@ def _feed_forwards(
             replace(dense, size=size) if is_fed else None
             for size, is_fed in zip(every, feeds, strict=True)
         )
+    if family.routing.layers is RoutedLayers.PERIODS:
+        names = [f"blk.{layer}.ffn_gate_inp.weight" for layer in range(num_layers)]
+        if not any(name in tensors for name in names):
+            return (dense,) * num_layers
+        routed = _experts(family.routing, fields, tensors, dense)
+        return tuple(routed if name in tensors else dense for name in names)
     experts = _experts(family.routing, fields, tensors, dense)
     if family.routing.is_beside_dense:
         router = replace(experts.router, input_norm=_without_weights(norm))

@@ -60,6 +60,7 @@ MIXES = {
         Mix("TQ2_0", "TQ2_0", 37),
         Mix("TQ1_0", "TQ1_0", 36),
         Mix("Q1_0", "Q1_0", 40),
+        Mix("Q2_0", "Q2_0", 41),
     )
 }
 
@@ -71,6 +72,7 @@ _SMALLER_BLOCKS = {
     "Q3_K": "Q4_0",
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
+    "Q2_0": "Q4_0",
     "Q4_K": "Q5_0",
     "Q5_K": "Q5_1",
     "Q6_K": "Q8_0",
@@ -143,7 +145,12 @@ def _chosen(mix: Mix, spec: ModelSpec, name: str, fills_base: bool) -> str:
             return "Q8_0"
         return "Q5_K" if mix.name in (*_TWO_BITS, "IQ3_XXS") else "Q6_K"
     if name == "token_embd.weight":
-        own = {"MXFP4": "Q8_0", "TQ1_0": "Q4_K", "TQ2_0": "Q4_K", "IQ3_XXS": "IQ3_S", **_TWO_BITS}
+        own = {
+            "MXFP4": "Q8_0",
+            **dict.fromkeys(("TQ1_0", "TQ2_0", "Q2_0"), "Q4_K"),
+            "IQ3_XXS": "IQ3_S",
+            **_TWO_BITS,
+        }
         return own.get(mix.name, mix.base)
     layer, kind = _layer_and_kind(name)
     if mix.name == "MXFP4":

@@ -5,10 +5,12 @@ that is all, each head updates a matrix [keys, values] with them and reads its o
 
     gated DeltaNet   S = decay * S,  S += key (beta * (value - key S));  output = query S
     Mamba 2          S = decay * S,  S += key (step * value);   output = query S + d * value
+    Mamba 1          the same of one head; a, step and d are of each value, and a of each key, too
 
     decay = exp(a * step),  step = softplus(alpha + dt)
 
 Queries and keys are shared by groups of heads. Mamba calls them C and B, and `step` its time step.
+Those of Mamba 1, and alpha, are made of the convolution's output.
 The state after a token is a function of the state before it and of that token: computed a token at
 a time, it has the same bits in any chunks.
 """
@@ -30,6 +32,7 @@ class StateKind(StrEnum):
 
     DELTA_NET = "gated DeltaNet"
     MAMBA = "Mamba 2"
+    MAMBA_1 = "Mamba 1"
     CONVOLUTION = "short convolutions"  # alone: gate * convolution(gate * x)
 
 
@@ -47,8 +50,13 @@ class StateMixer:
     # used by heads that follow each other.
     is_tiled: bool = False
     has_convolution_bias: bool = False
-    has_norm: bool = True  # of what heads leave, where it is not a convolution alone
-    norm_epsilon: float = 0.0  # of that norm
+    has_norm: bool = True  # of what heads leave, of DeltaNet and Mamba 2
+    # Of Mamba 1: what alpha is made of has so many numbers, which may be normed, as are keys and
+    # queries then; with weights or without.
+    step_rank: int = 0
+    has_step_norms: bool = False
+    has_step_weights: bool = False
+    norm_epsilon: float = 0.0  # of these norms
 
     def __post_init__(self) -> None:
         for name, limit in (
@@ -63,6 +71,9 @@ class StateMixer:
         if self.kind is not StateKind.CONVOLUTION:
             _check("key_dim", self.key_dim, _MAX_HEAD_SIZE)
             _check("value_dim", self.value_dim, _MAX_HEAD_SIZE)
+        if self.kind is StateKind.MAMBA_1:
+            _check("step_rank", self.step_rank, _MAX_HEAD_SIZE)
+            _check("num_heads", self.num_heads, 1)
         if self.num_heads % self.num_groups:
             raise ModelFileError(
                 f"a state's heads ({self.num_heads}) must be a multiple of its groups "
@@ -85,6 +96,8 @@ class StateMixer:
     @property
     def num_channels(self) -> int:
         """That the convolution sees."""
+        if self.kind is StateKind.MAMBA_1:
+            return self.output_size
         return 2 * self.group_size + self.output_size
 
     @property
@@ -119,8 +132,12 @@ class StateMixer:
         shapes = {
             "ssm_in": (self.num_channels, hidden),
             "ssm_gate": (self.output_size, hidden),
-            "ssm_alpha": (self.num_heads, hidden),
         }
+        if self.kind is StateKind.MAMBA_1:
+            shapes["ssm_x"] = (self.step_rank + 2 * self.key_dim, self.output_size)
+            shapes["ssm_dt"] = (self.output_size, self.step_rank)
+        else:
+            shapes["ssm_alpha"] = (self.num_heads, hidden)
         if self.kind is StateKind.DELTA_NET:
             shapes["ssm_beta"] = (self.num_heads, hidden)
         return shapes | {"ssm_out": (hidden, self.output_size)}
@@ -134,6 +151,8 @@ class StateMixer:
             shapes["ssm_conv1d.bias"] = (self.num_channels,)
         if self.kind is StateKind.CONVOLUTION:
             return shapes
+        if self.kind is StateKind.MAMBA_1:
+            return shapes | self._vectors_of_values()
         heads = (self.num_heads,)
         shapes |= {"ssm_a.weight": heads, "ssm_dt.bias": heads}
         is_delta_net = self.kind is StateKind.DELTA_NET
@@ -141,6 +160,18 @@ class StateMixer:
             shapes["ssm_d.weight"] = heads
         if self.has_norm:  # DeltaNet's is of each head
             shapes["ssm_norm.weight"] = (self.value_dim if is_delta_net else self.output_size,)
+        return shapes
+
+    def _vectors_of_values(self) -> dict[str, tuple[int, ...]]:
+        values, keys = (self.value_dim,), (self.key_dim,)
+        shapes: dict[str, tuple[int, ...]] = {
+            "ssm_a.weight": (*values, *keys),
+            "ssm_dt.bias": values,
+            "ssm_d.weight": values,
+        }
+        if self.has_step_weights:
+            shapes |= {"ssm_b_norm.weight": keys, "ssm_c_norm.weight": keys}
+            shapes["ssm_dt_norm.weight"] = (self.step_rank,)
         return shapes
 
 

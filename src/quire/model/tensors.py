@@ -102,6 +102,9 @@ _IN_LAYERS = {
         for module in ("linear_attn", "mamba", "mixer")
         for theirs, ours in (
             ("conv1d", "ssm_conv1d"),
+            ("x_proj", "ssm_x"),
+            ("dt_proj", "ssm_dt"),
+            *((f"{x}_layernorm", f"ssm_{x}_norm") for x in ("dt", "b", "c")),
             ("norm", "ssm_norm"),
             ("out_proj", "ssm_out"),
         )
@@ -651,6 +654,9 @@ def _state_parts(
                 "ssm_alpha": part.num_heads,
             }
             yield from _divided_in_turns(tensor, prefix, suffix, 1, sizes)
+        case "ssm_in" if part.kind is StateKind.MAMBA_1:
+            sizes = {"ssm_in": part.output_size, "ssm_gate": part.output_size}
+            yield from _divided_in_turns(tensor, prefix, suffix, 1, sizes)
         case "ssm_in" if part.kind is StateKind.DELTA_NET and _is_by_group(tensor, part):
             sizes = {"query": part.key_dim, "key": part.key_dim, "value": values, "gate": values}
             divided = _divided_in_turns(tensor, prefix, suffix, part.num_groups, sizes)
@@ -663,6 +669,8 @@ def _state_parts(
             yield replace(tensor, shape=(tensor.shape[0], tensor.shape[2]))
         case "ssm_a_log":
             yield computed(f"{prefix}ssm_a.weight", tensor, lambda x: -np.exp(x))
+        case "ssm_a" if part.kind is StateKind.MAMBA_1:
+            yield tensor  # a row for each value
         case "ssm_a" | "ssm_d" | "ssm_norm":
             yield replace(tensor, shape=(math.prod(tensor.shape),))  # files may have two dimensions
         case _:

@@ -183,6 +183,11 @@ def decode_q1_0(blocks: Blocks) -> Floats:
     return half(blocks, 0) * (2 * signs - 1)
 
 
+def decode_q2_0(blocks: Blocks) -> Floats:
+    codes = planes(blocks[:, 2:], bits=2, run=1).astype(np.float32)
+    return (codes - 1) * half(blocks, 0)
+
+
 def decode_tq1_0(blocks: Blocks) -> Floats:
     """Five ternary digits a byte, in runs of 32 and 16 bytes; the last 16 weights four a byte."""
     first = _trits(blocks[:, :32], run=32, digits=5)
@@ -360,6 +365,7 @@ FORMATS = (
     Format("MXFP4", 39, 32, 17, decode_mxfp4),
     Format("NVFP4", 40, 64, 36, decode_nvfp4),
     Format("Q1_0", 41, 128, 18, decode_q1_0),
+    Format("Q2_0", 42, 64, 18, decode_q2_0),
     Format("TQ1_0", 34, 256, 54, decode_tq1_0),
     Format("TQ2_0", 35, 256, 66, decode_tq2_0),
     Format("I2_S", 36, 128, 32, decode_i2_s, tail_bytes=32),
@@ -396,7 +402,6 @@ _OTHER_NAMES = {
     26: "I32",
     27: "I64",
     28: "F64",
-    42: "Q2_0",
 }
 
 

@@ -294,18 +294,21 @@ def _too_large(limit: int, option: str = "--max-body-bytes") -> ApiError:
     )
 
 
+_ALSO_JSON = ("", "application/x-www-form-urlencoded", "application/octet-stream")
+
+
 def _check_content_type(headers: Headers, path: str) -> None:
     """JSON, but for files: web pages can post forms and plain text across origins without a
     preflight. Of a form that a page posts the origin is checked before.
 
     Ollama reads any body as JSON: its documentation's curl posts a form, and LiteLLM, where it has
-    a key, names no type. Such bodies are taken on its routes of programs that are no browser: those
-    send Origin with every POST."""
+    a key, names no type, or bytes. Such bodies are taken on its routes of programs that are no
+    browser: those send Origin with every POST."""
     wanted = "multipart/form-data" if path == UPLOADS else "application/json"
     kind = _header(headers, b"content-type").partition(";")[0].strip().lower()
     is_browser = any(name in (b"origin", b"sec-fetch-site") for name, _ in headers)
     is_ollama = path.startswith("/api/") and not is_browser
-    if kind != wanted and not (is_ollama and kind in ("", "application/x-www-form-urlencoded")):
+    if kind != wanted and not (is_ollama and kind in _ALSO_JSON):
         raise ApiError(
             415,
             f"the content type must be {wanted}, got {kind!r:.100}",

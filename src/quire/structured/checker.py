@@ -61,5 +61,5 @@ def checked_grammar(constraint: Constraint) -> str:
         # An "answer" is put together here: no field has that name.
         kind = "" if constraint.kind == "answer" else f"{constraint.kind}: "
         message = f"{kind}{answer['error']}"
-        raise RequestError(message[:2000], param="structured")
+        raise RequestError(message[:2000], param=answer.get("param", "structured"))
     return answer["grammar"]

@@ -42,6 +42,11 @@ class Question(TypedDict):
 class Answer(TypedDict, total=False):
     grammar: str  # as llguidance takes it
     error: str
+    param: str  # what is wrong, where it is not the constraint itself
+
+
+class ToolError(ValueError):
+    """A tool's schema is wrong."""
 
 
 class _Bytes:
@@ -188,6 +193,8 @@ class Checker:
             if error_text is None:
                 return {"grammar": grammar}
             other = self._other(kind, json.loads(value)) if kind in _WITH_SCHEMAS else None
+        except ToolError as error:
+            return {"error": str(error), "param": "tools"}
         except ValueError as error:
             return {"error": str(error)}
         if other is None:
@@ -223,7 +230,7 @@ class Checker:
         try:
             return {**call, "schema": self._taken(call["schema"])}
         except ValueError as error:
-            raise ValueError(f"tool {call['name']!r:.100}: {error}") from None
+            raise ToolError(f"tool {call['name']!r:.100}: {error}") from None
 
     def _error(self, grammar: str) -> str | None:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)

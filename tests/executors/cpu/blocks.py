@@ -35,6 +35,7 @@ SCALES: dict[str, tuple[int, ...]] = {
     "MXFP4": (),  # a power of two in the first byte
     "NVFP4": (),  # floats of a byte in the first four
     "Q1_0": (0,),
+    "Q2_0": (0,),
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
@@ -45,6 +46,8 @@ OWN: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "E4M3_128": (128, 132, (0,)),
     "NVFP4_128": (128, 76, (0,)),
 }
+# llama.cpp's, which the gguf package does not know yet: type, weights and bytes of a block.
+NEWER: dict[str, tuple[int, int, int]] = {"Q2_0": (42, 64, 18)}
 BLOCK_FORMATS = (*SCALES, *OWN)
 FORMATS = (*FLOATS, *BLOCK_FORMATS)
 # Activations that share a scale, with the sums of their codes: 32 of them, or 256.
@@ -84,8 +87,9 @@ class Matrix:
         """The weights as the gguf package decodes them; quire's own as they are defined."""
         if self.format in OWN:
             return exact_own(self.format, self.blocks).reshape(self.num_rows, self.in_size)
-        if self.format == "Q1_0":
-            return exact_q1_0(self.blocks.reshape(-1, 18)).reshape(self.num_rows, self.in_size)
+        if self.format in ("Q1_0", "Q2_0"):
+            exact = exact_small(self.format, self.blocks.reshape(-1, 18))
+            return exact.reshape(self.num_rows, self.in_size)
         kind = gguf.GGMLQuantizationType[self.format]
         if self.format == "F16":
             return self.blocks.view(np.float16).astype(np.float32)
@@ -120,11 +124,15 @@ def exact_own(name: str, raw: Bytes) -> Floats:
     return np.asarray(found, np.float32)
 
 
-def exact_q1_0(blocks: Bytes) -> Floats:
-    """Weights of Q1_0, which the gguf package does not decode: the scale, or less it."""
+def exact_small(name: str, blocks: Bytes) -> Floats:
+    """Weights of what the gguf package does not decode. Q1_0: the scale, or less it; Q2_0: -1, 0, 1
+    and 2 times it."""
     scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
-    is_set = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little").astype(bool)
-    return np.where(is_set, scales, -scales)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    if name == "Q1_0":
+        return np.where(bits.astype(bool), scales, -scales)
+    with np.errstate(invalid="ignore"):  # of scales that are no numbers
+        return (bits[:, 0::2] + 2.0 * bits[:, 1::2] - 1).astype(np.float32) * scales
 
 
 def e4m3_values() -> Floats:
@@ -144,6 +152,8 @@ def sizes(name: str) -> tuple[int, int]:
     """Weights and bytes of a block."""
     if name in OWN:
         return OWN[name][:2]
+    if name in NEWER:
+        return NEWER[name][1:]
     size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     return int(size), int(num_bytes)
 

@@ -15,7 +15,7 @@ from tests.executors.cpu.blocks import UNITS, nmse
 from tests.executors.reference.plans import logits, row, run
 from tests.extreme_models import random_model, small_spec
 from tests.model.flat_spec import with_attention
-from tests.model.test_features import DELTA_NET, EXPERTS, MAMBA, NORM, SPECS
+from tests.model.test_features import DELTA_NET, EXPERTS, FIRST_MAMBA, MAMBA, NORM, SPECS
 
 from quire.core.plan import Want
 from quire.executors.cpu import lowering
@@ -205,6 +205,21 @@ WITH = {
     ),
     "a DeltaNet beside attention in every layer": changed(
         LLAMA, state_beside=DELTA_NET, residual_scale=0.7, mixer_output_norm=NORM
+    ),
+    "a first Mamba of many values": replace(
+        LLAMA,
+        layers=(
+            LLAMA.layers[0],
+            replace(LLAMA.layers[0], mixer=replace(FIRST_MAMBA, value_dim=1100, key_dim=16)),
+        ),
+    ),
+    "a first Mamba without norms": with_state(
+        kind=StateKind.MAMBA_1,
+        num_heads=1,
+        num_groups=1,
+        value_dim=64,
+        step_rank=32,
+        has_norm=False,
     ),
     "a Mamba without a norm": with_state(kind=StateKind.MAMBA, has_norm=False),
     "a DeltaNet of many heads a group": with_state(num_heads=6, num_groups=2, value_dim=80),

@@ -74,7 +74,7 @@ def test_weights_of_any_size_decode_alike(format_name: str, size: float) -> None
     [
         *((name, 160) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")),
         *(("BF16", 160), ("U4_128", 128), ("I8_128", 128), ("E4M3_128", 128)),
-        *(("NVFP4", 192), ("NVFP4_128", 128), ("Q1_0", 128)),
+        *(("NVFP4", 192), ("NVFP4_128", 128), ("Q1_0", 128), ("Q2_0", 64)),
     ],
 )
 def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(
@@ -88,6 +88,7 @@ def test_columns_that_do_not_fill_a_block_are_followed_by_zeros(
 
 
 EXPANDED = {"Q3_K": 114 / 110, "IQ3_S": 112 / 110, "TQ1_0": 66 / 54}  # words of 32 bits
+EXPANDED |= {"Q2_0": 80 / 72}  # a float16 for 32 weights
 EXPANDED |= {"NVFP4_128": 148 / 152}  # two float16 for two float32
 EXPANDED |= {"U4_128": 176 / 144, "I8_128": 272 / 264}  # as Q5_0 and Q8_0
 

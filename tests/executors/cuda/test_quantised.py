@@ -56,7 +56,7 @@ def test_a_checkpoint_runs_as_the_reference_does(
     assert executor._weights.formats == ("BF16", kind)
 
 
-@pytest.mark.parametrize("mix", ["NVFP4", "Q1_0"])
+@pytest.mark.parametrize("mix", ["NVFP4", "Q1_0", "Q2_0"])
 def test_a_dummy_runs_as_the_reference_does(mix: str) -> None:
     with load_model(f"dummy:tiny:{mix}") as model:
         executor = check(model)

@@ -116,6 +116,10 @@ def as_llama_cpp_reads(case: str, spec: ModelSpec) -> ModelSpec:
             mixer = replace(mixer, position_scale=replace(mixer.position_scale, length=8192))
         return replace(mixer, window=None, is_chunked=False)
 
+    if case == "falcon_mamba":  # the epsilon of the norms within its mixers
+        own = {n: replace(part, norm_epsilon=1e-5) for n, part in spec.states.items()}
+        states = [replace(layer, mixer=own[n]) for n, layer in enumerate(spec.layers)]
+        return replace(spec, layers=tuple(states))
     if case not in ("gpt-oss", "llama4", "starcoder2"):
         return spec
     layers = [replace(layer, mixer=changed(layer.attention)) for layer in spec.layers]

@@ -291,10 +291,12 @@ class _Lowering:
             taps=self.decoder.add_vector(np.ascontiguousarray(taps).ravel()),
             bias=vector.get("ssm_conv1d.bias", _NO_VECTOR),
             a=vector.get("ssm_a.weight", _NO_VECTOR),
-            dt=vector.get("ssm_dt.bias", _NO_VECTOR),
+            dt=vector.get("ssm_dt.bias", _NO_VECTOR) if part.step_rank == 0 else _NO_VECTOR,
             d=vector.get("ssm_d.weight", _NO_VECTOR),
+            step_rank=part.step_rank,
         )
-        names = [name for name in part.matrices(1) if name not in ("ssm_gate", "ssm_out")]
+        others = ("ssm_gate", "ssm_x", "ssm_dt", "ssm_out")
+        names = [name for name in part.matrices(1) if name not in others]
         inputs = self._matrices([f"{prefix}{name}" for name in names])
         has_heads = part.kind is not StateKind.CONVOLUTION
         gate = self._matrices([f"{prefix}ssm_gate"]) if has_heads else []
@@ -304,7 +306,9 @@ class _Lowering:
         if has_heads:
             stage("project", output="gated", matrices=gate)
         stage("convolve", state=state)
-        if has_heads:
+        if part.kind is StateKind.MAMBA_1:
+            self._add_selection(prefix, part, state, vector)
+        elif has_heads:
             stage("recur", state=state)
             is_delta_net = part.kind is StateKind.DELTA_NET
             each = part.value_dim if is_delta_net else part.output_size // part.num_groups
@@ -319,8 +323,33 @@ class _Lowering:
         stage("norm_and_quantise", input="attention_output", matrices=output)
         return output[0]
 
+    def _add_selection(
+        self, prefix: str, part: StateMixer, state: int, vector: Mapping[str, int]
+    ) -> None:
+        """Time steps, keys and queries of Mamba 1 are made of the convolution's output."""
+        stage = self.decoder.add_stage
+        norms: dict[str, native.Norm | None] = {
+            name: native.Norm(part.norm_epsilon, vector.get(f"ssm_{name}_norm.weight", _NO_VECTOR))
+            if part.has_step_norms
+            else None
+            for name in ("dt", "b", "c")
+        }
+        made, steps = self._matrices([f"{prefix}ssm_x"]), self._matrices([f"{prefix}ssm_dt"])
+        stage("norm_and_quantise", input="projected", matrices=made)
+        stage("project", output="latent", matrices=made)
+        stage("norm_and_quantise", input="latent", norm=norms["dt"], matrices=steps)
+        stage("project", output="branch", matrices=steps)
+        stage("recur", state=state, key_norm=norms["b"], query_norm=norms["c"])
+        stage("gate_output", norm_size=part.output_size)
+
     def _state_vector(self, name: str) -> int:
-        return _NO_VECTOR if name.endswith("ssm_conv1d.weight") else self._vector(name)
+        """-1: the taps. A row of numbers for each value is kept with a row for each key."""
+        if name.endswith("ssm_conv1d.weight"):
+            return _NO_VECTOR
+        values = self._tensors[name]
+        if len(values.shape) == 1:
+            return self._vector(name)
+        return self.decoder.add_vector(np.ascontiguousarray(values.to_float32().T).ravel())
 
     def _add_latent_queries(self, prefix: str, layer: Layer, latent: Latent) -> None:
         """The heads of queries as `gated`; what the cache keeps is at the end of `latent`."""
@@ -613,7 +642,7 @@ def _packed_bytes(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> i
 def _is_matrix(name: str, tensor: Tensor) -> bool:
     """Norms may have weights of their own for each head, biases those of each expert."""
     return len(tensor.shape) > 1 and not name.endswith(
-        ("_norm.weight", ".bias", "ssm_conv1d.weight")
+        ("_norm.weight", ".bias", "ssm_conv1d.weight", "ssm_a.weight")
     )
 
 
@@ -633,6 +662,8 @@ def workspace_bytes(
     projected, attended, latent = (max(sizes[i] for sizes in parts) for i in range(3))
     widest = max(spec.hidden_size, spec.ffn_size, attended, latent)
     branch = spec.hidden_size if _has_branch(spec) else 0
+    selective = [part for part in states if part.kind is StateKind.MAMBA_1]
+    branch = max([branch, *(part.output_size for part in selective)])
     inputs = 0 if spec.layer_inputs is None else spec.num_layers * spec.layer_inputs.size
     gated = max(spec.ffn_size, latent)
     bytes_per_row = _FLOAT_BYTES * (
@@ -663,7 +694,8 @@ def _row_sizes(part: Attention | StateMixer) -> tuple[int, int, int]:
     """Of a row: queries, keys and values; what attention leaves; what latent attention or a gate on
     what is left takes."""
     if isinstance(part, StateMixer):
-        inputs = sum(rows for name, (rows, _) in part.matrices(1).items() if name != "ssm_out")
+        others = ("ssm_x", "ssm_dt", "ssm_out")
+        inputs = sum(rows for name, (rows, _) in part.matrices(1).items() if name not in others)
         return inputs, part.output_size, part.output_size
     latent = part.latent
     if latent is None:

@@ -17,6 +17,7 @@ from quire.quant import grids
 Array = Any  # a torch.Tensor; the type checker does not see torch
 
 CODE_SHIFT = 24  # an integer n in a float16's low bits is n * 2**-24
+TWO_BITS_SHIFT = 6  # kernels take codes of 2 bits so much further up
 # A scale in E4M3 times 2**7 times a float of 4 bits times 2**-14 is a float16, with all its bits.
 E4M3_EXPONENT = 7
 E4M3_BITS = 8  # a scale below 2**(15 - 8) times E4M3's largest number, 448, is a float16
@@ -280,6 +281,13 @@ def _reorder_q1_0(blocks: Array, exponent: int, pieces: Pieces) -> None:
             words |= fields[..., steps, index] << index // 2 + 8 * steps + 16 * (index % 2)
     pieces.codes.append(words.permute(1, 0, 3, 2).reshape(count, rows, 8))
     pieces.deltas.append(_half_pairs(half(blocks, 0).float()))
+
+
+def _reorder_q2_0(blocks: Array, exponent: int, pieces: Pieces) -> None:
+    """Its scales, of 64 weights, are repeated: 8 bytes a block more than in the file."""
+    pieces.codes.append(_two_bit_words(_runs(blocks[..., 2:], 2, 1).flatten(-2)))
+    scales = half(blocks, 0).float() * 2.0 ** (CODE_SHIFT - TWO_BITS_SHIFT - exponent)
+    pieces.scales.append(_scale_words(scales.repeat_interleave(2, dim=-1)))
 
 
 def _bits(packed: Array) -> Array:
@@ -606,6 +614,7 @@ SOURCES = {
     "NVFP4": Source(64, 36, _reorder_nvfp4),
     "NVFP4_128": Source(128, 76, _reorder_nvfp4_128, has_singles=True),
     "Q1_0": Source(128, 18, _reorder_q1_0),
+    "Q2_0": Source(64, 18, _reorder_q2_0),
     "U4_128": Source(128, 72, _reorder_u4_128, has_singles=True),
     "I8_128": Source(128, 132, _reorder_i8_128, has_singles=True),
     "E4M3_128": Source(128, 132, _reorder_e4m3_128, has_singles=True),

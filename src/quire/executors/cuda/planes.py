@@ -45,6 +45,7 @@ from quire.executors.cuda.plane_sources import (
     E4M3_EXPONENT,
     POWER_ONE,
     SOURCES,
+    TWO_BITS_SHIFT,
     Pieces,
     grid_table,
     half,
@@ -242,8 +243,8 @@ PLANE_FORMATS = {
     "Q5_0": PlaneFormat(4, 1, zero_point=16),
     "Q5_1": PlaneFormat(4, 1, Scales.FLOAT16_MINIMUMS),
     "Q8_0": PlaneFormat(8, zero_point=128),
-    "Q2_K": PlaneFormat(2, scales=Scales.NIBBLES, code_shift=6),
-    "Q3_K": PlaneFormat(2, 1, Scales.INT8, zero_point=4, code_shift=6),
+    "Q2_K": PlaneFormat(2, scales=Scales.NIBBLES, code_shift=TWO_BITS_SHIFT),
+    "Q3_K": PlaneFormat(2, 1, Scales.INT8, zero_point=4, code_shift=TWO_BITS_SHIFT),
     "Q4_K": PlaneFormat(4, scales=Scales.PACKED),
     "Q5_K": PlaneFormat(4, 1, Scales.PACKED),
     "Q6_K": PlaneFormat(4, 2, Scales.INT8, zero_point=32),
@@ -260,11 +261,12 @@ PLANE_FORMATS = {
     "NVFP4": PlaneFormat(4, scales=Scales.E4M3),
     "NVFP4_128": PlaneFormat(4, scales=Scales.E4M3_TIMES),
     "Q1_0": PlaneFormat(1, scales=Scales.PAIR, code_shift=CODE_SHIFT),
+    "Q2_0": PlaneFormat(2, zero_point=1, code_shift=TWO_BITS_SHIFT),
     "U4_128": PlaneFormat(4, 1, zero_point=16),
     "I8_128": PlaneFormat(8, zero_point=128),
     "E4M3_128": PlaneFormat(8, scales=Scales.SUMS),
-    "TQ1_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
-    "TQ2_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=6),
+    "TQ1_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=TWO_BITS_SHIFT),
+    "TQ2_0": PlaneFormat(2, scales=Scales.BLOCK, zero_point=1, code_shift=TWO_BITS_SHIFT),
 }
 _FLOAT = PlaneFormat(16)
 DELTA_ROWS = 8  # rows that a block's deltas are padded to a multiple of
