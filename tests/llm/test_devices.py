@@ -211,6 +211,14 @@ def test_a_batch_is_as_large_as_there_is_memory_for_its_states(
     )
 
 
+def test_a_gpus_blocks_of_a_model_without_attention_count_as_on_a_cpu(tmp_path: Path) -> None:
+    options = Options(max_batch_size=2)
+    with load_model(write_drawn("mamba2", tmp_path)) as model:
+        found = CudaDevice.memory_plan(FakeGpu(None), model, options)
+        usual = DEVICES["reference"].memory_plan(model, options)
+    assert found.block_bytes == usual.block_bytes > 0
+
+
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_blocks_of_a_model_without_attention_are_numbered_and_take_nothing(
     name: str, tmp_path: Path
