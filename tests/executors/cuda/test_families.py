@@ -150,6 +150,7 @@ STRONG: dict[str, Callable[[ModelSpec], ModelSpec]] = {
             is_after_rope=True,
         ),
     ),
+    "chunks of 5": lambda spec: with_mixers(spec, window=5, is_chunked=True),
     "queries scaled by position": lambda spec: with_mixers(
         spec, position_scale=PositionScale(factor=2.0, length=3, offset=1)
     ),
@@ -205,6 +206,13 @@ def test_latent_attention_over_a_cache_in_bytes_is_refused(kv_type: Any, tmp_pat
         pytest.raises(ConfigError, match=f"kv_cache_dtype is '{kv_type}'.* latent attention"),
     ):
         CudaExecutor(model, config)
+
+
+def test_queries_against_latents_are_scaled_by_position(tmp_path: Path) -> None:
+    scale = PositionScale(factor=2.0, length=3, offset=1)
+    with load_in_bfloat(write_drawn("minicpm3", tmp_path)) as model:
+        model = replace(model, spec=with_mixers(model.spec, position_scale=scale))
+        check_beside_reference(model, "minicpm3")
 
 
 @pytest.mark.parametrize("change", STRONG.values(), ids=STRONG.keys())
