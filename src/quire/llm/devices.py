@@ -476,7 +476,7 @@ class CudaDevice(Device):
             self.available_memory(),
             _CUDA_WORKSPACE,
             windows=layout.windows,
-            group_bytes=kv_bytes_in_block(model.spec, layout, is_8bit),
+            group_bytes=kv_bytes_in_block(model.spec, layout, is_8bit) or _BARE_TOKEN_BYTES,
             chunk=options.engine_config().smallest_chunk,
             state_bytes=_FLOAT_BYTES * model.spec.num_state_elements,
         )

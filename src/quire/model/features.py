@@ -116,7 +116,7 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
     ),
     "cuda": frozenset(
         OF_LLAMA
-        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # BitNet's, beside ternary matrices alone
+        | {Feature.SUB_NORMS, Feature.LINEAR_SCALES}  # the first beside ternary matrices alone
         | {Feature.LAYER_NORMS, Feature.DIFFERENT_EPSILONS}
         | {Feature.PARALLEL_HALVES, Feature.PARALLEL_NORMS}
         | {Feature.NORMS_AFTER_HALVES, Feature.NO_NORMS_BEFORE_HALVES}
@@ -126,10 +126,11 @@ LOWERED: Mapping[str, frozenset[Feature]] = {
         | {Feature.DIFFERENT_ROPES, Feature.NO_ROPE, Feature.POSITION_SCALE, Feature.SINKS}
         | {Feature.ALIBI, Feature.OUTPUT_GATE}
         | {Feature.DELTA_NET, Feature.MAMBA, Feature.CONVOLUTIONS}
+        | {Feature.SINGLE_HALVES, Feature.NO_ATTENTION, Feature.STATE_BESIDE}
         | {Feature.UNGATED, Feature.GELU, Feature.GELU_TANH, Feature.RELU2}
         | {Feature.CLAMPED_SWIGLU, Feature.XIELU, Feature.DIFFERENT_LAYERS}
         | {Feature.LEARNED_POSITIONS, Feature.EMBEDDING_NORM, Feature.HEAD_BIAS}
-        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.SHARED_EXPERT}
+        | {Feature.EXPERTS, Feature.EXPERT_BIASES, Feature.UNGATED_EXPERTS, Feature.SHARED_EXPERT}
         | {Feature.ROUTER_BIAS, Feature.SIGMOID_ROUTER, Feature.ROUTER_CHOICE}
         | {Feature.VALUE_NORMS, Feature.SHARED_KV, Feature.EXPERTS_BESIDE_DENSE}
         | {Feature.LAYER_INPUTS, Feature.OUTPUT_SCALE, Feature.CHUNKS, Feature.LATENT}

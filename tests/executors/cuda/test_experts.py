@@ -58,12 +58,14 @@ GEMMA4 = replace(
     activation=Activation.GELU_TANH,
     router=Router(normalises=True, input_norm=Norm(epsilon=1e-6)),
 )
+UNGATED = replace(SOFTMAX, is_gated=False, activation=Activation.RELU2)
 PARTS = {
     "softmax": SOFTMAX,
     "gpt-oss": GPT_OSS,
     "sigmoid": SIGMOID,
     "weighed input": WEIGHED_INPUT,
     "gemma4": GEMMA4,
+    "without gates": UNGATED,
 }
 ROUTERS = {
     "groups by their best": Router(num_groups=5, num_used_groups=2, scale=2.0),
@@ -111,6 +113,7 @@ def tensors_of(part: Experts, format_name: str) -> dict[str, Tensor]:
     return {
         f"{PREFIX}{name}": tensor(f"{PREFIX}{name}", shape, kind)
         for name, (shape, kind) in shapes.items()
+        if part.is_gated or "gate_exps" not in name
     }
 
 
@@ -147,8 +150,12 @@ class Case:
         rows = []
         for expert, weight in zip(chosen, weights, strict=True):
             own, after = (x * weight, 1.0) if part.router.weighs_input else (x, weight)
-            gate = self._linear("ffn_gate_exps", expert, own)
-            product = gated(part.activation, gate, self._linear("ffn_up_exps", expert, own))
+            product = self._linear("ffn_up_exps", expert, own)
+            if part.is_gated:
+                gate = self._linear("ffn_gate_exps", expert, own)
+                product = gated(part.activation, gate, product)
+            else:
+                product = np.square(np.maximum(product, 0))
             rows.append(self._linear("ffn_down_exps", expert, product) * after)
         return torch.from_numpy(np.stack(rows))
 

@@ -49,7 +49,8 @@ ON_CUDA = {  # of the drawn families
     *("gemma4", "gemma4-experts", "llama4", "phimoe", "bailingmoe2"),
     *("deepseek2", "deepseek2-lite", "deepseek2-glm", "kimi_k2", "minicpm3", "mistral4"),
     *("afmoe", "qwen3next", "qwen35", "qwen35moe", "lfm2", "lfm2moe"),
-    *("granitehybrid", "granitehybrid-dense", "bamba"),
+    *("granitehybrid", "granitehybrid-dense", "bamba", "falcon-h1", "falcon-h1-normed"),
+    *("nemotron_h", "nemotron_h_moe", "mamba2"),
 }
 # Tokens before one whose experts change with what is rounded.
 NEAR_TIES = {
@@ -175,6 +176,16 @@ def test_experts_of_other_activations_are_refused(tmp_path: Path) -> None:
             check_fits(other, device="cpu")
 
 
+@pytest.mark.parametrize("case", ["mixtral", "deepseek2", "gemma4"])
+def test_scales_of_linears_are_refused_beside_those_that_have_none(
+    case: str, tmp_path: Path
+) -> None:
+    with load_in_bfloat(write_drawn(case, tmp_path)) as model:
+        other = replace(model, spec=replace(model.spec, linear_scales=True))
+        with pytest.raises(UnsupportedModelError, match=r"of their own and (a mix|lat|emb)"):
+            check_fits(other, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("norm", "what"),
     [
@@ -227,12 +238,12 @@ def test_what_a_drawn_family_hardly_shows_is_run_as_the_reference_does(
 # parallel halves, windows, layers without rope, scales and soft caps, learned positions, xielu,
 # ALiBi, layers of other heads, that share keys and values or have inputs of their own, experts
 # beside a dense feed-forward, chunks, experts whose input is weighed, a SparseMixer, latent
-# attention, every kind of state.
+# attention, every kind of state, layers of one half, states beside attention and alone.
 SINGULAR = (
     *("gemma2", "gemma3", "olmo3", "exaone4", "cohere2", "starcoder2", "ministral3"),
     *("gpt2", "gptneox", "apertus", "hunyuan-dense", "bloom"),
     *("gemma4", "gemma4-experts", "llama4", "phimoe", "deepseek2-lite", "mistral4"),
-    *("qwen35", "lfm2", "granitehybrid-dense"),
+    *("qwen35", "lfm2", "granitehybrid-dense", "nemotron_h_moe", "falcon-h1", "mamba2"),
 )
 
 

@@ -603,14 +603,23 @@ def test_a_grouped_gemm_fits_its_registers_and_runs_on_tensor_cores(
         assert listing.count(f"HGMMA.64x{size}x16") % (24 if ends_in_half else 16) == 0
 
 
+GEMMA4 = replace(MIXTURE, activation=Activation.GELU_TANH, router=Router(normalises=True))
+NEMOTRON = replace(
+    MIXTURE, activation=Activation.RELU2, router=Router(normalises=True), is_gated=False
+)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 16, 256, 4096])
 @pytest.mark.parametrize("format_name", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "BF16", "IQ3_S"])
-def test_a_grouped_gemm_that_gates_with_gelu_fits_its_registers(
-    format_name: str, num_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", [GEMMA4, NEMOTRON], ids=["gelu of gates", "relu2 without gates"])
+def test_a_grouped_gemm_with_another_activation_fits_its_registers(
+    part: Experts,
+    format_name: str,
+    num_tokens: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Gemma 4's experts."""
     pretend()
-    part = replace(MIXTURE, activation=Activation.GELU_TANH, router=Router(normalises=True))
     gemm = experts.HopperExperts(HopperGemm(), dependent_launch=True)
     catch = _Catch(gemm._kernels.expert_gemm)
     monkeypatch.setattr(gemm._kernels, "expert_gemm", catch)
@@ -618,7 +627,7 @@ def test_a_grouped_gemm_that_gates_with_gelu_fits_its_registers(
     stack = Stack(planes, 1536, 1536, None, 512)
     call = expert_call(num_tokens, gemm.tile_tokens(part, num_tokens), part)
     tokens = torch.empty((num_tokens * 8, 512), dtype=torch.float16)
-    out = torch.empty((num_tokens * 8, 768), dtype=torch.float16)
+    out = torch.empty((num_tokens * 8, 768 if part.is_gated else 1536), dtype=torch.float16)
     gemm.multiply_gated(call, stack, tokens, out)
     usage, _ = compiled(catch.found, tmp_path)
     print(format_name, num_tokens, usage)
@@ -681,7 +690,7 @@ def test_routing_and_grouping_compile_without_spilled_registers(
 
 UNGATED = ("starcoder2", "nemotron", "gpt2", "apertus", "bloom")
 GATED = ("afmoe", "qwen35")  # what attention leaves
-STATES = ("qwen35", "granitehybrid", "lfm2")
+STATES = ("qwen35", "granitehybrid", "lfm2", "nemotron_h_moe", "falcon-h1", "mamba2")
 
 
 @pytest.mark.parametrize(
@@ -699,7 +708,8 @@ def test_every_kernel_of_a_familys_step_compiles(
     feed-forwards without a gate; queries scaled by position; learned positions; norms
     after rope; ALiBi, and a norm after the embedding; inputs of layers; experts beside a dense
     feed-forward, of weighed inputs, chosen by groups or by a SparseMixer; chunks; gates on what
-    attention leaves; every kind of state."""
+    attention leaves; every kind of state, beside attention, too; layers of one half; experts
+    without gates."""
     pretend()
     options = {"PDL": True, "launch_pdl": True}
     names: set[str] = set()
@@ -739,18 +749,20 @@ def test_every_kernel_of_a_familys_step_compiles(
     decoder.run_body(decoders.BodyShape(4, 4), body, blocks)
     decoder.run_head(4, integers[0], integers[1])
     latent = {"store_latent", "divide_queries", "multiply_heads"}
-    assert names >= {"embed", "add_and_norm", "attend", "merge_splits", "gemm"}
-    assert names >= (latent if case == "deepseek2" else {"rope_and_store"})
+    assert names >= {"embed", "add_and_norm", "gemm"}
+    attends = {"attend", "merge_splits"} | (latent if case == "deepseek2" else {"rope_and_store"})
+    assert names & attends == (set() if case == "mamba2" else attends)
     assert (True in has_plain) == (case in ("bloom", "llama4", "deepseek2"))
     assert ("cap_logits" in names) == (case in ("gemma2", "gemma4"))
     assert ("gate_layer_input" in names) == ("make_layer_inputs" in names) == (case == "gemma4")
     assert ("add_normed" in names) == (case == "gemma4-experts")
     # Where inputs are weighed, also in steps of so few tokens.
     assert ("group_tokens" in names) == (case == "llama4")
-    assert ("gate" in names) == (case in UNGATED)
+    # In a shared expert, and where gates have a scale of their own.
+    assert ("gate" in names) == (case in (*UNGATED, "nemotron_h_moe", "falcon-h1"))
     assert ("norm_hidden" in names) == (case == "bloom")
     assert ("gate_attention" in names) == (case in GATED)
-    assert ("recur" in names) == (case in ("qwen35", "granitehybrid"))
+    assert ("recur" in names) == (case in STATES and case != "lfm2")
     assert ("convolve_alone" in names) == (case == "lfm2")
     assert ("scale_by_gate" in names) == (case == "qwen2moe")
 

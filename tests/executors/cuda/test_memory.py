@@ -30,7 +30,11 @@ from quire.model.spec import Attention, ModelSpec  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "case", ["mixtral", "qwen3moe", "phi3", "gpt2", "gemma4", "gemma4-experts", "deepseek2"]
+    "case",
+    [
+        *("mixtral", "qwen3moe", "phi3", "gpt2", "gemma4", "gemma4-experts", "deepseek2"),
+        *("qwen35", "nemotron_h_moe", "falcon-h1", "mamba2"),
+    ],
 )
 def test_what_weights_take_is_predicted_with_their_padding(case: str, tmp_path: Path) -> None:
     with load_in_bfloat(write_drawn(case, tmp_path)) as model:
@@ -68,6 +72,20 @@ def test_a_block_of_latents_has_a_vector_a_position_and_no_values(tmp_path: Path
         assert blocks.num_bytes == 3 * BLOCK_SIZE * per_token
         assert blocks.num_bytes == 3 * kv_block_bytes(spec, layout, is_8bit=False)
         assert per_token == kv_bytes_in_block(spec, layout, is_8bit=False)
+
+
+def test_blocks_of_a_model_without_attention_hold_nothing_and_are_not_too_many_to_list(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 140 << 30)
+    with load_in_bfloat(write_drawn("mamba2", tmp_path)) as model:
+        spec = model.spec
+    blocks = KVBlocks(spec, one_group(spec), 3, "cpu", torch.bfloat16)
+    blocks.copy(0, 1)
+    assert blocks.num_bytes == 0
+    monkeypatch.setattr(memory, "KVBlocks", lambda spec, layout, num_blocks, *_: num_blocks)
+    found: Any = memory.allocate_blocks(spec, one_group(spec), None, None, "cuda")
+    assert found == 1 << 20
 
 
 def test_blocks_of_gemma_4s_models_are_no_larger_than_counted_elsewhere() -> None:

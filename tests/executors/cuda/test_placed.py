@@ -294,7 +294,7 @@ def test_kernels_of_every_layer_are_warm_by_one_layer_of_each_kind(path: Path | 
         for layer in layers:
             parts = [part for linear in layer.weights.linears for part in linear.segments]
             formats = tuple(part.planes.format for part in parts)
-            found.add((layer.attention.window, layer.rope_shape, formats))
+            found.add((layer.attention.options.window, layer.attention.rope_shape, formats))
         return found
 
     with opened_on_gpu(path) as executor:

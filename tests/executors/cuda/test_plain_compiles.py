@@ -16,6 +16,7 @@ from tests.executors.cuda.compiling import SHARED_MEMORY_OF, compiled, pretend  
 from tests.executors.cuda.test_hopper_compiles import (  # noqa: E402
     DECODED,
     MIXTURE,
+    NEMOTRON,
     _Catch,
     expert_call,
     made,
@@ -38,6 +39,7 @@ from quire.executors.cuda.kernels import gates, states  # noqa: E402
 from quire.executors.cuda.kernels import gemm as portable  # noqa: E402
 from quire.executors.cuda.kernels import latent as latents  # noqa: E402
 from quire.executors.cuda.latent import latent_groups  # noqa: E402
+from quire.model.spec import Experts  # noqa: E402
 from quire.model.states import StateKind, StateMixer  # noqa: E402
 
 CAPABILITIES = tuple(SHARED_MEMORY_OF)
@@ -91,12 +93,17 @@ def test_a_gemm_of_every_format_fits_in_its_largest_tiling(
     check_gemm(capability, format_name, PLAIN_TILINGS[-1].tokens, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("part", [MIXTURE, NEMOTRON], ids=["gated", "without gates"])
 @pytest.mark.parametrize(
     ("format_name", "capability"),
     [*(("Q4_K", capability) for capability in CAPABILITIES), ("IQ3_S", 89)],
 )
 def test_a_grouped_gemm_fits_every_gpu(
-    capability: int, format_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capability: int,
+    format_name: str,
+    part: Experts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pretend(capability)
     names = ("multiply_gated", "multiply_weighed")
@@ -105,9 +112,9 @@ def test_a_grouped_gemm_fits_every_gpu(
     rows = 1536
     planes = made(format_name, 4 * rows, gated=False).segments[0].planes
     stack = Stack(planes, rows, rows, torch.empty(4 * rows), 512)
-    call = expert_call(16, gemm.tile_tokens(MIXTURE, 16))
+    call = expert_call(16, gemm.tile_tokens(part, 16), part)
     tokens = torch.empty((128, 512), dtype=torch.float16)
-    gemm.multiply_gated(call, stack, tokens, torch.empty((128, 768), dtype=torch.float16))
+    gemm.multiply_gated(call, stack, tokens, torch.empty((128, 1536), dtype=torch.float16))
     gemm.multiply_weighed(call, stack, tokens, torch.empty((8, 16, rows)))
     for name, catch in zip(names, catches, strict=True):
         usage, _ = compiled(catch.found, tmp_path)

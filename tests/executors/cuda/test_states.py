@@ -68,6 +68,7 @@ PARTS = {
     "as large a key as there may be": replace(DELTA_NET, key_dim=MAX_KEY_DIM, value_dim=3),
     "a key of one number": replace(DELTA_NET, key_dim=1, kernel=2),
     "Mamba 2": MAMBA,
+    "Mamba 2 without a norm": replace(MAMBA, has_norm=False),
     "Mamba 2 of one group": replace(MAMBA, num_groups=1, has_convolution_bias=False),
     "a short convolution": CONVOLUTION,
     "a short convolution with a bias": replace(CONVOLUTION, has_convolution_bias=True, kernel=2),

@@ -142,7 +142,10 @@ def test_what_float16_has_no_room_for_fails_its_row(part: int) -> None:
     scales[part] *= 1e8
     large = replace(layer, qkv=replace(layer.qkv, scales=tuple(scales)))
     decoder = executor._decoder
-    decoder._layers = (replace(decoder._layers[0], weights=large), *decoder._layers[1:])
+    first = decoder._layers[0]
+    assert first.attention is not None
+    changed = replace(first, attention=replace(first.attention, weights=large))
+    decoder._layers = (changed, *decoder._layers[1:])
     plan = StepPlan(0, (row((1, 2), TABLE, want=Want.LOGITS),))
     [result] = executor.collect(executor.submit(plan), 600).sequences
     assert result.fault is not None and "not finite" in result.fault

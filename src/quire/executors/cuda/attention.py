@@ -109,8 +109,8 @@ def split_buffers(
 ) -> SplitBuffers:
     """For splits of so many tokens, with heads of any of these kinds."""
     most = num_tokens * num_splits
-    heads = max(spec.num_heads for spec in kinds)
-    columns = max(spec.num_heads * spec.head_dim for spec in kinds)
+    heads = max((spec.num_heads for spec in kinds), default=0)
+    columns = max((spec.num_heads * spec.head_dim for spec in kinds), default=0)
     sizes = (most * heads, most * heads, most * columns)
     return SplitBuffers(
         *(torch.zeros((size,), dtype=torch.float32, device=device) for size in sizes)
@@ -492,7 +492,7 @@ def common_tile(kinds: Sequence[Attention], num_tokens: int, num_splits: int) ->
     the plain kernel's may share one."""
     sizes = {x: x.tokens_per_tile(num_tokens, num_splits) for x in kinds}
     on_hopper = [size for x, size in sizes.items() if isinstance(x, HopperAttention)]
-    return min(on_hopper) if on_hopper else max(sizes.values())
+    return min(on_hopper) if on_hopper else max(sizes.values(), default=1)
 
 
 def _shape(spec: Heads, block_size: int, rows: int, tile: int) -> AttentionShape:

@@ -54,6 +54,8 @@ _ROPE_HEADS = 8  # of a token, in one program
 _ARGMAX_BLOCK = 8192
 _SCALED_COLUMNS = 1024  # of a gated vector, at once
 _GATE_BLOCK = 1024  # of what attention leaves, in one program
+# Of a model without attention: its blocks hold nothing, and are numbered for prefixes alone.
+_BARE_BLOCK_BYTES = 256 * BLOCK_SIZE
 _NORM_COLUMNS = 128  # a warp, up to 32 warps
 _TOKENS_THAT_FILL = 512  # and more fill the GPU with the tiles of any GEMM
 _TOKENS_THAT_FILL_TERNARY = 128
@@ -133,10 +135,9 @@ class RopeTables:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LoweredLayer:
-    """A layer as its launches take it."""
+class LoweredAttention:
+    """A layer's attention as its launches take it."""
 
-    index: int
     group: int  # whose block tables it reads
     slot: int  # of its keys and values in a block
     weights: LayerWeights
@@ -144,21 +145,34 @@ class LoweredLayer:
     query_scales: Array | None  # by position, float32
     rope_shape: layers.RopeShape
     latent_shape: LatentShape | None
-    attention: LayerAttention
+    options: LayerAttention
     attend: attentions.Attention
-    output_size: int  # numbers that attention leaves for the output projection
+    output_size: int  # numbers that it leaves for the output projection
     epsilon: float  # of the norms of queries and keys
-    is_parallel: bool
-    residual_scale: float
-    has_output_gate: bool = False  # on what attention leaves
-    state: "LoweredState | None" = None  # where it keeps one: nothing of attention is read
+    has_output_gate: bool  # on what it leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredState:
+    """A layer's state as its launches take it."""
+
     part: StateMixer
     weights: StateWeights
+    input: Linear  # what it takes of a token, and gates
+    output: Linear
     slots: LayerState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoweredLayer:
+    """A layer as its launches take it: what it mixes with, if anything, and its weights."""
+
+    index: int
+    weights: LayerWeights
+    attention: LoweredAttention | None
+    state: LoweredState | None
+    is_parallel: bool
+    residual_scale: float
 
 
 class Added(NamedTuple):
@@ -201,18 +215,20 @@ class Limits:
 def block_width(spec: ModelSpec) -> int:
     """Numbers that a slot of a block has for the keys of a position, and as many for its values:
     those of the layer with most, in whole heads of every layer. Of latent attention those of its
-    vectors, without values."""
+    vectors, without values; 0 where no layer attends."""
     latents = [part.latent for part in spec.attentions.values() if part.latent is not None]
     if latents:
         return max(latent.kv_rank + latent.rope_dims for latent in latents)
     parts = spec.attentions.values()
     unit = math.lcm(*(part.head_dim for part in parts))
-    return -(-max(part.kv_size for part in parts) // unit) * unit
+    return -(-max((part.kv_size for part in parts), default=0) // unit) * unit
 
 
 def kv_block_bytes(spec: ModelSpec, layout: KVLayout, *, is_8bit: bool) -> int:
     """What a block takes."""
     width = block_width(spec)
+    if not spec.attentions:
+        return _BARE_BLOCK_BYTES
     if spec.attention.latent is not None:
         return layout.num_slots * BLOCK_SIZE * 2 * width
     scales = 4 * sum({width // part.head_dim for part in spec.attentions.values()})
@@ -237,7 +253,7 @@ class KVBlocks:
         width = block_width(spec)
         parts = spec.attentions.values()
         room = {part.head_dim: width // part.head_dim for part in parts if part.latent is None}
-        first = spec.head_dim if room else width
+        first = spec.head_dim if room else max(1, width)
         place = (layout.num_slots, num_blocks)
         shape = (*place, width // first, BLOCK_SIZE, first)
         self.keys = torch.empty(shape, dtype=kv_dtype, device=device)
@@ -364,7 +380,7 @@ class Decoder:
         self.returned = self._zeros((returned, self._padded_hidden), torch.float32)
         self._natural_order = torch.argsort(self._hidden_order)
         parts = spec.attentions.values()
-        most = max(_query_width(part) for part in parts)
+        most = max((_query_width(part) for part in parts), default=0)
         self._queries = self._zeros((tokens * most,), self._QUERY_DTYPE)
         self._make_activations()
         kinds = {_heads(part) for part in parts}
@@ -427,7 +443,8 @@ class Decoder:
         if self._weights.inputs is not None:
             linears.append(self._weights.inputs.projection)
         most = max([linear.num_splits * linear.num_rows for linear in linears], default=0)
-        most = max([most, *(self._num_sums(layer) * self._padded_hidden for layer in held)])
+        splits = [x for layer in held for x in (self._num_sums(layer), self._num_mixed(layer))]
+        most = max([most, *(count * self._padded_hidden for count in splits)])
         if any(layer.is_parallel for layer in spec.layers):  # both halves leave theirs
             most *= 2
         self._sums = self._zeros((most * tokens,), torch.float32)
@@ -472,53 +489,72 @@ class Decoder:
         used = feed.part.num_used if isinstance(feed, ExpertWeights) else 0
         return used + sum(dense.down.num_splits for dense in layer.denses)
 
+    def _num_mixed(self, layer: LayerWeights) -> int:
+        """Splits that its attention and its state leave."""
+        linears = (layer.output, layer.state_output)
+        return sum(linear.num_splits for linear in linears if linear is not None)
+
     def _zeros(self, shape: tuple[int, ...], kind: object) -> Array:
         return torch.zeros(shape, dtype=kind, device=self._device)
 
     def _lowered(self) -> tuple[LoweredLayer, ...]:
-        """Layers that have a rope share its tables."""
+        lowered = self._lowered_attentions()
+        return tuple(
+            LoweredLayer(
+                index=index,
+                weights=weights,
+                attention=lowered.get(index),
+                state=self._lowered_state(index),
+                is_parallel=layer.is_parallel,
+                residual_scale=layer.residual_scale,
+            )
+            for index, (layer, weights) in enumerate(
+                zip(self._spec.layers, self._weights.layers, strict=True)
+            )
+        )
+
+    def _lowered_attentions(self) -> dict[int, LoweredAttention]:
+        """By layer. Layers that have a rope share its tables."""
         spec, only = self._spec, self._limits.only_feed_forwards
         mixers = {*spec.attentions.values()}
         ropes = {x: self._rope_tables(None if only else x) for x in {x.rope for x in mixers}}
         scales = {x: None if only else self._query_scales(x) for x in mixers}
         slopes = {x: self._slopes(x) for x in mixers}
-        lowered = []
-        for index, (layer, weights) in enumerate(
-            zip(spec.layers, self._weights.layers, strict=True)
-        ):
-            mixer = layer.mixer
-            part = mixer if isinstance(mixer, Attention) else spec.attention
-            attention = LayerAttention(
+        lowered = {}
+        for index, part in spec.attentions.items():
+            weights = self._weights.layers[index]
+            options = LayerAttention(
                 *(part.scale, part.window, part.soft_cap, weights.sinks),
                 *(slopes[part], part.is_chunked),
             )
-            lowered.append(
-                LoweredLayer(
-                    index=index,
-                    group=self._layout.groups[index],
-                    slot=self._layout.slots[index],
-                    weights=weights,
-                    rope=ropes[part.rope],
-                    query_scales=scales[part],
-                    rope_shape=_rope_shape(part, block_width(spec)),
-                    latent_shape=latent_shape(part),
-                    attention=attention,
-                    attend=self._attentions[_heads(part)],
-                    output_size=_output_size(part),
-                    epsilon=_norm_epsilon(part),
-                    is_parallel=layer.is_parallel,
-                    residual_scale=layer.residual_scale,
-                    has_output_gate=part.has_output_gate,
-                    state=self._lowered_state(index),
-                )
+            lowered[index] = LoweredAttention(
+                group=self._layout.groups[index],
+                slot=self._layout.slots[index],
+                weights=weights,
+                rope=ropes[part.rope],
+                query_scales=scales[part],
+                rope_shape=_rope_shape(part, block_width(spec)),
+                latent_shape=latent_shape(part),
+                options=options,
+                attend=self._attentions[_heads(part)],
+                output_size=_output_size(part),
+                epsilon=_norm_epsilon(part),
+                has_output_gate=part.has_output_gate,
             )
-        return tuple(lowered)
+        return lowered
 
     def _lowered_state(self, index: int) -> LoweredState | None:
-        weights = self._weights.layers[index].state
-        if weights is None:
+        held = self._weights.layers[index]
+        if held.state is None:
             return None
-        return LoweredState(self._spec.states[index], weights, self.states.layers[index])
+        assert held.state_input is not None and held.state_output is not None
+        return LoweredState(
+            part=self._spec.states[index],
+            weights=held.state,
+            input=held.state_input,
+            output=held.state_output,
+            slots=self.states.layers[index],
+        )
 
     def _query_scales(self, part: Attention) -> Array | None:
         if part.position_scale is None:
@@ -563,24 +599,50 @@ class Decoder:
             self._make_layer_inputs(count, body)
         added: Added | None = None
         for layer in self._layers if through is None else through:
-            self._norm(count, layer.weights.mixer_norm, added)
-            if layer.state is None:
-                self._attend(shape, body, blocks, layer)
-                added = self._project(count, layer)
-            else:
-                added = self._carry_state(count, body, layer.state, layer.weights)
-            if layer.is_parallel:
-                if layer.weights.feed_forward_norm is not None:  # of what attention took, too
-                    self._norm(count, layer.weights.feed_forward_norm, None)
-                fed = self._feed_forward(count, layer.weights, added.num_splits)
-            else:
-                norm, scale = layer.weights.mixer_output_norm, layer.residual_scale
-                added = added._replace(norm=norm, scale=scale)
-                self._norm(count, layer.weights.feed_forward_norm, added)
-                fed = self._feed_forward(count, layer.weights)
-            norm = layer.weights.feed_forward_output_norm
-            added = self._finish(count, layer, fed._replace(norm=norm, scale=layer.residual_scale))
+            added = self._run_layer(shape, body, blocks, layer, added)
         self._norm(count, self._weights.output_norm, added, is_last=True)
+
+    def _run_layer(
+        self,
+        shape: BodyShape,
+        body: BodyInput,
+        blocks: KVBlocks,
+        layer: LoweredLayer,
+        added: Added | None,
+    ) -> Added:
+        """Both halves, or the one that there is. `added`: what the layer before left."""
+        count, weights, scale = shape.num_tokens, layer.weights, layer.residual_scale
+        if layer.attention is not None or layer.state is not None:
+            self._norm(count, weights.mixer_norm, added)
+            added = self._mix(shape, body, blocks, layer)
+            added = added._replace(norm=weights.mixer_output_norm, scale=scale)
+        if weights.feed_forward is not None:
+            after = 0
+            if not layer.is_parallel:
+                self._norm(count, weights.feed_forward_norm, added)
+            else:
+                assert added is not None
+                after = added.num_splits
+                if weights.feed_forward_norm is not None:  # of what attention took, too
+                    self._norm(count, weights.feed_forward_norm, None)
+            fed = self._feed_forward(count, weights, after)
+            added = fed._replace(norm=weights.feed_forward_output_norm, scale=scale)
+        assert added is not None
+        return self._finish(count, layer, added)
+
+    def _mix(
+        self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
+    ) -> Added:
+        """Attention, a state, or both: one after the other in `_sums`."""
+        count, attention, state = shape.num_tokens, layer.attention, layer.state
+        mixed = None if state is None else self._carry_state(count, body, state)
+        added = Added(0)
+        if attention is not None:
+            self._attend(shape, body, blocks, attention)
+            added = self._project(count, attention)
+        if state is None or mixed is None:
+            return added
+        return self._multiply(state.output, mixed, count, added.num_splits)
 
     def run_feed_forward(self, count: int, index: int) -> None:
         """One layer's feed-forward alone, from `given` to `returned`."""
@@ -611,7 +673,7 @@ class Decoder:
     def _take_given(self, count: int) -> None:
         torch.index_select(self.given[:count], 1, self._hidden_order, out=self.hidden[:count])
 
-    def _project(self, count: int, layer: LoweredLayer) -> Added:
+    def _project(self, count: int, layer: LoweredAttention) -> Added:
         """The output projection of attention."""
         assert layer.weights.output is not None
         attended = self._attended[layer.output_size]
@@ -620,6 +682,7 @@ class Decoder:
     def _feed_forward(self, count: int, layer: LayerWeights, after: int = 0) -> Added:
         """The feed-forward of `normed`; the first `after` splits of `_sums` stay."""
         feed = layer.feed_forward
+        assert feed is not None
         if not isinstance(feed, ExpertWeights):
             return self._dense(count, feed, after)
         assert self._experts is not None
@@ -774,19 +837,15 @@ class Decoder:
             **self._norm_options(),
         )
 
-    def _carry_state(
-        self, count: int, body: BodyInput, state: LoweredState, layer: LayerWeights
-    ) -> Added:
-        """The mixer of a layer that keeps a state."""
-        assert layer.qkv is not None and layer.output is not None
-        made = self._multiply(layer.qkv, self._activations, count)
-        sums = self._sums_of(layer.qkv)
-        mixed = self._state_runner.run(
+    def _carry_state(self, count: int, body: BodyInput, state: LoweredState) -> Array:
+        """What the output projection of a state takes."""
+        made = self._multiply(state.input, self._activations, count)
+        sums = self._sums_of(state.input)
+        return self._state_runner.run(
             state.part, state.weights, state.slots, sums, made.num_splits, body.chunks
         )
-        return self._multiply(layer.output, mixed, count)
 
-    def _gate_attention(self, count: int, layer: LoweredLayer, num_splits: int) -> None:
+    def _gate_attention(self, count: int, layer: LoweredAttention, num_splits: int) -> None:
         """The gate's rows are the last of the GEMM that made queries, keys and values."""
         qkv = layer.weights.qkv
         assert qkv is not None
@@ -877,7 +936,7 @@ class Decoder:
         return {"BLOCK": block, "num_warps": num_warps, **self._launch_options()}
 
     def _attend(
-        self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredLayer
+        self, shape: BodyShape, body: BodyInput, blocks: KVBlocks, layer: LoweredAttention
     ) -> None:
         cache = blocks.layer(layer.slot, layer.rope_shape.head_dim)
         qkv = layer.weights.qkv
@@ -894,7 +953,7 @@ class Decoder:
             self._attended[layer.output_size],
             self.tokens_per_tile(shape),
         )
-        layer.attend.attend(given, cache, layer.attention, shape.num_splits)
+        layer.attend.attend(given, cache, layer.options, shape.num_splits)
         if layer.has_output_gate:
             self._gate_attention(shape.num_tokens, layer, made.num_splits)
 
@@ -903,7 +962,7 @@ class Decoder:
         shape: BodyShape,
         body: BodyInput,
         cache: LayerCache,
-        layer: LoweredLayer,
+        layer: LoweredAttention,
         latent: LatentShape,
     ) -> None:
         """Queries against what the cache keeps, attention to it, and each head's values of that."""
@@ -918,10 +977,10 @@ class Decoder:
         queries = runner.make_queries(latent, given, self._activations, count)
         tiles, tile_tokens = body.tiles(layer.group), self.tokens_per_tile(shape)
         seen = AttentionInput(queries, body.tables, tiles, runner.mixed(latent), tile_tokens)
-        layer.attend.attend(seen, cache, layer.attention, shape.num_splits)
+        layer.attend.attend(seen, cache, layer.options, shape.num_splits)
         runner.make_values(latent, weights, self._attended[layer.output_size], count)
 
-    def _queries_of(self, layer: LoweredLayer) -> Array:
+    def _queries_of(self, layer: LoweredAttention) -> Array:
         tokens, shape = self._limits.num_tokens, layer.rope_shape
         queries = self._queries[: tokens * shape.query_size]
         return queries.view(tokens, shape.num_heads, shape.head_dim)
@@ -931,7 +990,7 @@ class Decoder:
         count: int,
         body: BodyInput,
         cache: LayerCache,
-        layer: LoweredLayer,
+        layer: LoweredAttention,
         qkv: Linear,
         num_splits: int,
     ) -> None:
@@ -1065,7 +1124,7 @@ class TernaryDecoder(Decoder):
             is_last=is_last,
         )
 
-    def _project(self, count: int, layer: LoweredLayer) -> Added:
+    def _project(self, count: int, layer: LoweredAttention) -> Added:
         weights, size = layer.weights, self._spec.query_size
         assert weights.output is not None
         source = self._source(ternary.VECTORS, self._attended[size], None)

@@ -59,7 +59,7 @@ class RouterWeights:
 class ExpertWeights:
     part: Experts
     router: RouterWeights
-    gate_up: Stack  # eight gates, then their eight values, and so on
+    gate_up: Stack  # eight gates, then their eight values, and so on; or values alone
     down: Stack
 
     @property
@@ -86,8 +86,9 @@ def check_experts(part: Experts, tensors: Mapping[str, Tensor], prefix: str) -> 
             raise UnsupportedModelError(
                 f"{what} is {value}, but the CUDA executor runs at most {limit}: use device='cpu'"
             )
-    gate, up = (tensors[f"{prefix}ffn_{x}_exps.weight"].format.name for x in ("gate", "up"))
-    if gate != up:
+    names = [f"{prefix}ffn_{x}_exps.weight" for x in ("gate", "up")]
+    gate, up = (tensors[x].format.name if x in tensors else "" for x in names)
+    if part.is_gated and gate != up:
         raise UnsupportedModelError(
             f"{prefix}ffn_gate_exps.weight has format {gate} and {prefix}ffn_up_exps.weight {up}: "
             "the CUDA executor runs experts whose gates and values have one format: use "
@@ -131,8 +132,11 @@ class ExpertLoader:
 
     def _gate_up(self, part: Experts, prefix: str) -> Stack:
         size = part.size
-        gates = operand_order(padded(size))
-        gates = torch.where(gates < size, gates, 2 * size)
+        order = operand_order(padded(size))
+        if not part.is_gated:
+            name = f"{prefix}ffn_up_exps"
+            return self._stack([name], torch.where(order < size, order, size), size)
+        gates = torch.where(order < size, order, 2 * size)
         ups = torch.where(gates < size, gates + size, 2 * size)
         rows = torch.stack([gates.view(-1, 8), ups.view(-1, 8)], dim=1).reshape(-1)
         names = [f"{prefix}ffn_{x}_exps" for x in ("gate", "up")]

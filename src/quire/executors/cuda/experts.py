@@ -47,7 +47,7 @@ class ExpertGemm(Protocol):
         """Both GEMMs, with the gated rows of pairs between them."""
 
     def multiply_gated(self, call: "_Call", stack: Stack, tokens: Array, out: Array) -> None:
-        """Rows of pairs, gated, divided by GATED_DIVISOR: float16 [row, width]."""
+        """Rows of pairs, gated or activated, divided by GATED_DIVISOR: float16 [row, width]."""
 
     def multiply_weighed(self, call: "_Call", stack: Stack, tokens: Array, out: Array) -> None:
         """A pair's weight times what its expert makes of its row: float32 [slot, token, row]."""
@@ -287,6 +287,7 @@ class PortableExperts:
             FORMAT=planes.layout,
             BIAS=stack.bias is not None,
             ACTIVATION=part.activation.value,
+            HAS_GATES=part.is_gated,
             EXACT=self._exact,
         )
 
@@ -404,6 +405,7 @@ class HopperExperts:
         shape = self._tiling(call, gate_up)
         is_pair = (
             not is_direct(call.part, call.num_tokens)
+            and call.part.is_gated
             and gate_up.planes.layout.has_powers
             and gate_up.planes.layout == down.planes.layout
             and gate_up.ends_in_half == down.ends_in_half
@@ -476,6 +478,7 @@ class HopperExperts:
             FORMAT=planes.layout,
             ENDS_IN_HALF=planes.layout.by_halves and stack.ends_in_half,
             GATED=gated,
+            HAS_GATES=call.part.is_gated,
             BIAS=stack.bias is not None,
             OPTION=option,
             PDL=self._dependent_launch,

@@ -20,6 +20,7 @@ _SAMPLING_BYTES_PER_LOGIT = (
 )
 _FRAGMENTATION = 1.25  # times what was measured: torch's allocator leaves gaps
 _MAX_BLOCKS = (1 << 31) // BLOCK_SIZE - 1  # kernels count slots in 32 bits
+_MOST_BARE_BLOCKS = 1 << 20  # of a model without attention: they take nothing, but are listed
 _REORDER_BYTES = 1 << 30  # while a matrix is reordered
 _REORDER_SHARE = 4  # and no more than a fourth of what is free
 _REORDER_COPIES = 8  # of a matrix, of which two may be joined: as they come, joined, chosen, made
@@ -161,7 +162,8 @@ def allocate_blocks(
             if device == "cpu":
                 raise ConfigError("on a CPU the number of blocks must be given")
             kv_bytes = free_bytes(device) - _KEPT_FREE
-        num_blocks = min(kv_bytes // block_bytes, _MAX_BLOCKS)
+        most = _MAX_BLOCKS if spec.attentions else _MOST_BARE_BLOCKS
+        num_blocks = min(kv_bytes // block_bytes, most)
     if num_blocks > _MAX_BLOCKS:
         raise ConfigError(f"num_blocks is {num_blocks}; the limit is {_MAX_BLOCKS}")
     wanted = num_blocks

@@ -103,8 +103,8 @@ def output_divisor(part: StateMixer) -> float:
 def _norm_span(part: StateMixer) -> int:
     if part.kind is StateKind.CONVOLUTION:
         return 1
-    is_delta_net = part.kind is StateKind.DELTA_NET
-    return part.value_dim if is_delta_net else part.output_size // part.num_groups
+    is_of_heads = part.kind is StateKind.DELTA_NET or not part.has_norm
+    return part.value_dim if is_of_heads else part.output_size // part.num_groups
 
 
 class StateRunner:

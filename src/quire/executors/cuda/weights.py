@@ -74,13 +74,16 @@ MAX_HIDDEN = 1 << 15
 MAX_GEMM_ROWS = 65535 * _TILE_ROWS
 MAX_CONTEXT = 1 << 24  # positions; 512 of them are a split, which may have a program
 
-_OF_TERNARY = frozenset({Feature.SUB_NORMS, Feature.LINEAR_SCALES})
-_BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.RELU2}
+_OF_TERNARY = frozenset({Feature.SUB_NORMS})
+_BESIDE_TERNARY = _OF_TERNARY | OF_LLAMA | {Feature.LINEAR_SCALES, Feature.RELU2}
 _POSITIONS = "position_embd.weight"
 _TAPS = "ssm_conv1d.weight"
 _DECODED = (ROUTER_MATRIX, _POSITIONS, _TAPS)  # when they are loaded, whatever their format
 _FEW_ROWS = ("ssm_alpha.weight", "ssm_beta.weight")  # which files may have in F32
-_EXPERT_ACTIVATIONS = (Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU)
+_EXPERT_ACTIVATIONS = (
+    *(Activation.SILU, Activation.GELU_TANH, Activation.CLAMPED_SWIGLU),
+    Activation.RELU2,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +93,7 @@ class Segment:
     planes: Planes
     first_row: int
     bias: Array | None  # float32 [rows]
+    scale: float = 1.0  # of its sums, before the bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,11 +213,11 @@ class LayerWeights:
     feed_forward_output_norm: NormWeights | None
     query_norm: Array | None
     key_norm: Array | None
-    # What attention, or a state, is made of. None, as `output`: of a part that has feed-forwards
-    # alone.
+    # What attention is made of. None, as `output`: of a layer without, and of a part of a model
+    # that has feed-forwards alone.
     qkv: Linear | None
     output: Linear | None
-    feed_forward: DenseWeights | ExpertWeights
+    feed_forward: DenseWeights | ExpertWeights | None
     shared: SharedExpert | None = None
     sinks: Array | None = None  # times log2(e)
     sub_norm: Array | None = None  # before the output projection
@@ -222,6 +226,8 @@ class LayerWeights:
     latent: LatentWeights | None = None
     output_scale: float = 1.0  # of what leaves the layer
     state: StateWeights | None = None  # where it keeps a state
+    state_input: Linear | None = None  # what that is made of, and gates
+    state_output: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -231,7 +237,7 @@ class LayerWeights:
     def others(self) -> tuple[Linear, ...]:
         """Those of no feed-forward."""
         of_input = () if self.inputs is None else (self.inputs.gate, self.inputs.output)
-        own = (self.qkv, self.output, *of_input)
+        own = (self.qkv, self.output, self.state_input, self.state_output, *of_input)
         if self.latent is not None:
             own = (*own, self.latent.query)
         return tuple(linear for linear in own if linear is not None)
@@ -326,6 +332,8 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
         if is_ternary and feature not in _BESIDE_TERNARY:
             _refuse(spec, f"{feature}{where} beside ternary matrices")
     check_states(spec)
+    if spec.linear_scales:
+        _check_linear_scales(spec)
     for part in set(spec.attentions.values()):
         _check_head_norm(spec, part)
     if is_ternary and any(name.endswith(".bias") for name in tensors):
@@ -340,7 +348,9 @@ def check_model(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
 
 def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
     for index, layer in enumerate(spec.layers):
-        feed = layer.feed
+        feed = layer.feed_forward
+        if feed is None:
+            continue
         if isinstance(feed, Experts):
             if feed.activation not in _EXPERT_ACTIVATIONS:
                 _refuse(spec, f"experts with the activation {feed.activation}")
@@ -349,6 +359,14 @@ def _check_feed_forwards(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None
             check_experts(feed, tensors, f"blk.{index}.")
         elif feed.activation is Activation.CLAMPED_SWIGLU and not feed.is_gated:
             _refuse(spec, f"{Feature.CLAMPED_SWIGLU} without a gate")
+
+
+def _check_linear_scales(spec: ModelSpec) -> None:
+    """Stacks of matrices have none, and what layers get of a token."""
+    others = {Feature.EXPERTS, Feature.LATENT, Feature.LAYER_INPUTS}
+    for feature, where in features(spec):
+        if feature in others:
+            _refuse(spec, f"{Feature.LINEAR_SCALES} and {feature}{where}")
 
 
 def _check_head_norm(spec: ModelSpec, part: Attention) -> None:
@@ -528,32 +546,39 @@ class Loader:
         )
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
-        if isinstance(layer.mixer, StateMixer):
-            return self._with_state(prefix, layer, layer.mixer)
-        if not self._has_mixer(prefix):
-            return self._without_mixer(prefix, layer)
-        head_norms = [None, None]
-        norm = layer.attention.qk_norm
-        names = _projected(layer.attention)
-        if norm is not None and norm.norm.has_weight:
-            head_norms = [
-                self._floats(f"{prefix}attn_{x}_norm.weight") if x in names else None
-                for x in ("q", "k")
-            ]
-        sinks = None
-        if layer.attention.has_sinks:
-            sinks = self._floats(f"{prefix}attn_sinks.weight") * math.log2(math.e)
+        attention, state = None, None
+        if self._has_mixer(prefix, layer):
+            attention = layer.mixer if isinstance(layer.mixer, Attention) else None
+            state = layer.state
+        else:
+            layer = replace(layer, mixer_norm=None, mixer_output_norm=None)
         return LayerWeights(
             **self._norms(prefix, layer),
-            query_norm=head_norms[0],
-            key_norm=head_norms[1],
-            qkv=self._joined([f"{prefix}attn_{x}" for x in names]),
-            output=self._hidden(f"{prefix}attn_output"),
+            **self._attention(prefix, attention),
+            **self._state(prefix, state),
             **self._feed_forward_parts(prefix, layer),
-            sinks=sinks,
             inputs=self._input(prefix),
-            latent=self._latent(prefix, layer.attention),
         )
+
+    def _attention(self, prefix: str, part: Attention | None) -> dict[str, Any]:
+        """A layer's attention, by its names in LayerWeights."""
+        found = dict.fromkeys(("query_norm", "key_norm", "qkv", "output"))
+        if part is None:
+            return found
+        norm, names = part.qk_norm, _projected(part)
+        if norm is not None and norm.norm.has_weight:
+            for name, own in (("query_norm", "q"), ("key_norm", "k")):
+                if own in names:
+                    found[name] = self._floats(f"{prefix}attn_{own}_norm.weight")
+        return found | {
+            "qkv": self._joined([f"{prefix}attn_{x}" for x in names]),
+            "output": self._hidden(f"{prefix}attn_output"),
+            "sinks": self._sinks(prefix) if part.has_sinks else None,
+            "latent": self._latent(prefix, part),
+        }
+
+    def _sinks(self, prefix: str) -> Array:
+        return self._floats(f"{prefix}attn_sinks.weight") * math.log2(math.e)
 
     def _latent(self, prefix: str, part: Attention) -> LatentWeights | None:
         if part.latent is None:
@@ -574,12 +599,17 @@ class Loader:
 
     def _feed_forward_parts(self, prefix: str, layer: Layer) -> dict[str, Any]:
         """What stands behind the mixer's half, by its names in LayerWeights."""
-        name = f"{prefix}layer_output_scale.weight"
-        return {
-            "feed_forward": self._feed_forward(prefix, layer.feed),
-            "shared": self._shared(prefix, layer.feed),
-            "beside": self._beside(prefix, layer.feed),
+        name, feed = f"{prefix}layer_output_scale.weight", layer.feed_forward
+        found = {
+            "feed_forward": None,
             "output_scale": float(self._floats(name)[0]) if layer.has_output_scale else 1.0,
+        }
+        if feed is None:
+            return found
+        return found | {
+            "feed_forward": self._feed_forward(prefix, feed),
+            "shared": self._shared(prefix, feed),
+            "beside": self._beside(prefix, feed),
         }
 
     def _beside(self, prefix: str, part: Dense | Experts) -> BesideExperts | None:
@@ -605,35 +635,24 @@ class Loader:
             norm=self._hidden_norm(f"{prefix}post_norm", part.norm),
         )
 
-    def _has_mixer(self, prefix: str) -> bool:
-        return f"{prefix}attn_output.weight" in self._tensors
+    def _has_mixer(self, prefix: str, layer: Layer) -> bool:
+        """Whether its tensors are there: in a part that has feed-forwards alone they are not."""
+        name = "attn_output" if isinstance(layer.mixer, Attention) else "ssm_out"
+        return layer.mixer is not None and f"{prefix}{name}.weight" in self._tensors
 
-    def _without_mixer(self, prefix: str, layer: Layer) -> LayerWeights:
-        layer = replace(layer, mixer_norm=None, mixer_output_norm=None)
-        return LayerWeights(
-            **self._norms(prefix, layer),
-            query_norm=None,
-            key_norm=None,
-            qkv=None,
-            output=None,
-            **self._feed_forward_parts(prefix, layer),
-        )
-
-    def _with_state(self, prefix: str, layer: Layer, part: StateMixer) -> LayerWeights:
+    def _state(self, prefix: str, part: StateMixer | None) -> dict[str, Any]:
+        """What a layer keeps a state with, by its names in LayerWeights."""
+        if part is None:
+            return {}
         names = [name for name in part.matrices(1) if name != "ssm_out"]
         output = self._hidden(f"{prefix}ssm_out")
-        return LayerWeights(
-            **self._norms(prefix, layer),
-            query_norm=None,
-            key_norm=None,
-            qkv=self._joined([prefix + name for name in names]),
-            output=replace(output, scale=output_divisor(part)),
-            **self._feed_forward_parts(prefix, layer),
-            state=self._state(prefix),
-            inputs=self._input(prefix),
-        )
+        return {
+            "state": self._state_vectors(prefix),
+            "state_input": self._joined([prefix + name for name in names]),
+            "state_output": replace(output, scale=output_divisor(part)),
+        }
 
-    def _state(self, prefix: str) -> StateWeights:
+    def _state_vectors(self, prefix: str) -> StateWeights:
         names = {"bias": "conv1d.bias", "a": "a.weight", "dt": "dt.bias", "d": "d.weight"}
         names["norm"] = "norm.weight"
         full = {ours: f"{prefix}ssm_{name}" for ours, name in names.items()}
@@ -691,20 +710,15 @@ class Loader:
     # ---- kinds of GEMM
 
     def _joined(self, names: Sequence[str]) -> Linear:
-        """One GEMM of several matrices, in segments of one format each; rows as they are."""
-        groups: list[list[str]] = []
-        for name in names:
-            if groups and self._format(groups[-1][0]) == self._format(name):
-                groups[-1].append(name)
-            else:
-                groups.append([name])
+        """One GEMM of several matrices, rows as they are; a segment has one format and scale."""
         segments = []
         first_row = 0
-        for group in groups:
+        for _, run in groupby(names, key=lambda name: (self._format(name), self._own_scale(name))):
+            group = list(run)
             planes = self._planes([f"{name}.weight" for name in group])
             biases = [self._bias(name) for name in group]
             bias = None if biases[0] is None else torch.cat(biases)
-            segments.append(Segment(planes, first_row, bias))
+            segments.append(Segment(planes, first_row, bias, self._own_scale(group[0])))
             first_row += planes.num_rows
         return _linear(segments, first_row)
 
@@ -716,15 +730,16 @@ class Loader:
         if bias is not None:
             bias = torch.cat([bias, bias.new_zeros(1)])[rows.to(bias.device)]
         planes = self._planes([f"{name}.weight"], rows)
-        return _linear([Segment(planes, 0, bias)], planes.num_rows)
+        return _linear([Segment(planes, 0, bias, self._own_scale(name))], planes.num_rows)
 
     def _gated(self, gate: str, up: str) -> Linear:
-        """Rows of gates and ups alternate by eight; with two formats, gates come first."""
+        """Rows of gates and ups alternate by eight; of two formats or scales, gates come first."""
         size = self._tensors[f"{gate}.weight"].shape[0]
         order = operand_order(padded(size))
         names = [f"{gate}.weight", f"{up}.weight"]
         biases = [self._bias(gate), self._bias(up)]
-        if self._format(gate) == self._format(up):
+        scales = [self._own_scale(gate), self._own_scale(up)]
+        if self._format(gate) == self._format(up) and scales[0] == scales[1]:
             gates = _with_padding(order, size, 2 * size)
             ups = torch.where(gates < size, gates + size, 2 * size)
             rows = torch.stack([gates.view(-1, 8), ups.view(-1, 8)], dim=1).reshape(-1)
@@ -733,20 +748,28 @@ class Loader:
                 both = torch.cat([*biases, biases[0].new_zeros(1)])
                 bias = both[rows.to(both.device)]
             planes = self._planes(names, rows)
-            return Linear((Segment(planes, 0, bias),), planes.num_rows, 1, is_gated=True)
+            segment = Segment(planes, 0, bias, scales[0])
+            return Linear((segment,), planes.num_rows, 1, is_gated=True)
         rows = _with_padding(order, size)
         segments = []
         for index, name in enumerate(names):
             bias = biases[index]
             if bias is not None:
                 bias = torch.cat([bias, bias.new_zeros(1)])[rows.to(bias.device)]
-            segments.append(Segment(self._planes([name], rows), index * len(rows), bias))
+            planes, first_row = self._planes([name], rows), index * len(rows)
+            segments.append(Segment(planes, first_row, bias, scales[index]))
         return Linear(tuple(segments), 2 * len(rows), 1)
 
     # ---- tensors
 
     def _format(self, name: str) -> str:
         return self._matrix(f"{name}.weight").format.name
+
+    def _own_scale(self, name: str) -> float:
+        """What the linear's output is multiplied by besides."""
+        if f"{name}.scale" not in self._tensors:
+            return 1.0
+        return float(self._floats(f"{name}.scale").flatten()[0])
 
     def _matrix(self, name: str) -> Tensor:
         """Where it is in F32, in F16."""
@@ -791,7 +814,7 @@ class TernaryLoader(Loader):
 
     def _layer(self, prefix: str, layer: Layer) -> LayerWeights:
         weights = super()._layer(prefix, layer)
-        if layer.attention.output_norm is None or not self._has_mixer(prefix):
+        if layer.attention.output_norm is None or not self._has_mixer(prefix, layer):
             return weights
         return replace(weights, sub_norm=self._norm(f"{prefix}attn_sub_norm.weight"))
 
@@ -841,12 +864,6 @@ class TernaryLoader(Loader):
         blocks = segments[0].planes.num_blocks
         splits = num_splits(first_row, blocks, _MIN_TERNARY_SPLIT_BLOCKS)
         return Linear(tuple(segments), first_row, splits, scales=scales)
-
-    def _own_scale(self, name: str) -> float:
-        """What the linear's output is multiplied by besides."""
-        if f"{name}.scale" not in self._tensors:
-            return 1.0
-        return float(self._floats(f"{name}.scale").flatten()[0])
 
 
 def load_weights(spec: ModelSpec, tensors: Mapping[str, Tensor], device: str) -> ModelWeights:

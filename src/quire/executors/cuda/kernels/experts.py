@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from quire.executors.cuda.kernels.activations import gated
+from quire.executors.cuda.kernels.activations import activated, gated
 from quire.executors.cuda.kernels.gemm import multiplied
 from quire.executors.cuda.kernels.plain_dequantize import (
     Factors,
@@ -440,10 +440,12 @@ def multiply_gated(
     FORMAT: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    HAS_GATES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """out[row, i] = gated(gate i, value i) * gated_factor, for the rows of each tile: a pair's
-    row of `tokens` times its expert. One program: a tile, ROWS rows of weights."""
+    """out[row, i] = gated(gate i, value i) * gated_factor, or without gates activated(value i) *
+    gated_factor, for the rows of each tile: a pair's row of `tokens` times its expert. One program:
+    a tile, ROWS rows of weights."""
     tile = tl.program_id(1)
     if tile < tl.load(tiles.total):
         expert_row = tl.load(tiles.expert + tile) * rows_per_expert
@@ -470,14 +472,18 @@ def multiply_gated(
             BIAS,
             EXACT,
         )
-        # Eight gates, then their eight values, and so on.
-        both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
-        gates, ups = tl.split(both)
-        product = tl.reshape(gated(gates, ups, ACTIVATION), [ROWS // 2, TOKENS]) * gated_factor
+        MADE: tl.constexpr = ROWS // 2 if HAS_GATES else ROWS
+        if HAS_GATES:  # eight, then their eight values, and so on
+            both = tl.permute(tl.reshape(sums, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
+            gates, ups = tl.split(both)
+            product = tl.reshape(gated(gates, ups, ACTIVATION), [MADE, TOKENS]) * gated_factor
+        else:
+            product = activated(sums, ACTIVATION) * gated_factor
         product = tl.minimum(tl.maximum(product, -65504.0), 65504.0).to(tl.float16)
-        at = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        at = tl.program_id(0) * MADE + tl.arange(0, MADE)
         to = (tl.load(tiles.row + tile) + lane)[None, :].to(tl.int64) * out_stride + at[:, None]
-        tl.store(out + to, product, mask=is_token[None, :] & (at < rows_per_expert // 2)[:, None])
+        num_made = rows_per_expert // (ROWS // MADE)
+        tl.store(out + to, product, mask=is_token[None, :] & (at < num_made)[:, None])
 
 
 @triton.jit

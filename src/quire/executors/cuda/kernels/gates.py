@@ -91,7 +91,8 @@ def gate_heads(
 ):
     """What a state's heads leave, times silu of rows `first` on of the sums, in operand order. Each
     span of SPAN numbers is normed: by `weights` [SPAN] before the gate with NORM_FIRST, else after
-    it by `weights` [spans, SPAN]. One program: a token and SPANS spans."""
+    it by `weights` [spans, SPAN]; without weights it is not. One program: a token and SPANS spans.
+    """
     begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     span = tl.program_id(1) * SPANS + tl.arange(0, SPANS)[:, None]
@@ -101,7 +102,9 @@ def gate_heads(
     x = tl.load(heads + token * heads_stride + column, mask=inside, other=0.0)
     gate = summed(sums, token, first + column, inside, SPLITS)
     gate = gate * sigmoid(gate)
-    if NORM_FIRST:
+    if weights is None:
+        x = x * gate
+    elif NORM_FIRST:
         weight = tl.load(weights + place, mask=place < SPAN, other=0.0)
         x = _unit_mean(x, inside, SPAN, epsilon) * weight * gate
     else:

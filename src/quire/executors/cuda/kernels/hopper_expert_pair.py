@@ -218,9 +218,9 @@ def _multiply(
                 SIZED: gl.constexpr = sized(TILING, NUM_SIZES, size)
                 sums, at = tile_sums(weights, tokens, at, 0, tile, SIZED, FORMAT, ENDS_IN_HALF)
                 if is_gated:
-                    store_tile(sums, tile, work.gated, gated, SIZED, True, BIAS, ACTIVATION)
+                    store_tile(sums, tile, work.gated, gated, SIZED, True, True, BIAS, ACTIVATION)
                 else:
-                    store_tile(sums, tile, work.down, down, SIZED, False, BIAS, USED)
+                    store_tile(sums, tile, work.down, down, SIZED, False, True, BIAS, USED)
         mbarrier.arrive(claims.stored.index(claim))
         claim, phase = next_stage(claim, phase, _CLAIMS)
         item = _told(claims, claim, phase, TILING.warps)

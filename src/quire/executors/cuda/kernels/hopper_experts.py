@@ -244,6 +244,7 @@ def store_tile(
     output: ExpertOutput,
     TILING: gl.constexpr,
     GATED: gl.constexpr,
+    HAS_GATES: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
@@ -266,7 +267,7 @@ def store_tile(
             first + tile.count,
             output.stride,
         )
-        store_gated(sums, to, TILING, OPTION)
+        store_gated(sums, to, TILING, OPTION, HAS_GATES)
     else:
         _store_weighed(sums, 0, tile, work, output, TILING, OPTION)
 
@@ -285,6 +286,7 @@ def _multiply(
     FORMAT: gl.constexpr,
     ENDS_IN_HALF: gl.constexpr,
     GATED: gl.constexpr,
+    HAS_GATES: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
 ):
@@ -298,7 +300,7 @@ def _multiply(
                 sums, at = tile_sums(
                     weights, tokens, at, factors, tile, SIZED, FORMAT, ENDS_IN_HALF
                 )
-                store_tile(sums, tile, work, output, SIZED, GATED, BIAS, OPTION)
+                store_tile(sums, tile, work, output, SIZED, GATED, HAS_GATES, BIAS, OPTION)
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
@@ -327,11 +329,13 @@ def expert_gemm(
     FORMAT: gl.constexpr,
     ENDS_IN_HALF: gl.constexpr,
     GATED: gl.constexpr,
+    HAS_GATES: gl.constexpr,
     BIAS: gl.constexpr,
     OPTION: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """GATED: out[row of pairs, i] = gated(gate i, value i) * gated_factor, of the token's row.
+    """GATED: out[row of pairs, i] = gated(gate i, value i) * gated_factor, of the token's row; of
+    experts without gates activated(value i) * gated_factor.
     Otherwise out[slot, token, i] = the pair's weight times row i. `factors` are gemm.Factors. There
     is a descriptor of tokens for each size; further ones are not read.
 
@@ -368,6 +372,7 @@ def expert_gemm(
                     FORMAT,
                     ENDS_IN_HALF,
                     GATED,
+                    HAS_GATES,
                     BIAS,
                     OPTION,
                 ),
