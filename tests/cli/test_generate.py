@@ -205,8 +205,8 @@ def bad_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "missing": (folder / "missing.gguf", "neither a file or folder nor a known model (smollm2"),
         "empty folder": (folder / "empty folder", "holds no model"),
         "unknown architecture": (
-            write_text_model(folder / "architecture.gguf", architecture="mamba"),
-            "mamba",
+            write_text_model(folder / "architecture.gguf", architecture="zamba2"),
+            "zamba2",
         ),
         "unknown pre-tokenizer": (write_text_model(folder / "pre.gguf", pre="martian"), "martian"),
         "vocabulary too large": (

@@ -166,12 +166,12 @@ def test_a_broken_file_is_what_is_wrong_and_exit_code_1(tmp_path: Path, as_json:
 
 
 def test_of_a_file_that_is_half_understood_the_rest_is_shown(tmp_path: Path) -> None:
-    path = write_text_model(tmp_path / "odd.gguf", architecture="mamba")
+    path = write_text_model(tmp_path / "odd.gguf", architecture="zamba2")
     run = quire("inspect", path)
     assert run.code == 1
-    assert "tiny text model, mamba, GGUF" in run.out
+    assert "tiny text model, zamba2, GGUF" in run.out
     assert "Q4_0" in run.out
-    assert "mamba" in run.err
+    assert "zamba2" in run.err
 
 
 def test_every_problem_of_a_file_is_told(tmp_path: Path) -> None:

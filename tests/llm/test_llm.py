@@ -431,7 +431,7 @@ def test_a_safetensors_folder_runs(family: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"architecture": "mamba"}, UnsupportedModelError, "mamba"),
+        ({"architecture": "zamba2"}, UnsupportedModelError, "zamba2"),
         ({"pre": "from-mars"}, UnsupportedModelError, "from-mars"),
     ],
 )

@@ -10,6 +10,7 @@ from tests.server.servers import NAME, RunningServer, ScriptedExecutor, fake_ser
 from quire.chat import AnswerEvent, ArgumentsDelta, ContentDelta, ReasoningDelta, ToolCallBegin
 from quire.server.dialects.ollama_answer import OLLAMA_CHAT
 from quire.server.dialects.ollama_body import OllamaChatRequest, chat_of
+from quire.server.errors import ApiError
 from quire.server.keys import ApiKey, KeyRing, digest_of
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -174,6 +175,28 @@ def test_calls_of_a_history_get_ids_and_results_find_them() -> None:
     assert len(set(ids)) == 2
     assert found[1].tool_calls[0]["function"] == {"name": "a", "arguments": '{"x": 1}'}
     assert [message.tool_call_id for message in found[2:]] == [ids[1], ids[0]]
+
+
+def results_of(calls: list[str | None], results: list[str]) -> list[int]:
+    """Which calls results belong to, by the ids of both."""
+    function = {"name": "a", "arguments": {}}
+    called = [{"function": function, **({"id": each} if each else {})} for each in calls]
+    messages = [
+        {"role": "assistant", "content": "", "tool_calls": called},
+        *({"role": "tool", "tool_call_id": each, "content": "x"} for each in results),
+    ]
+    found = chat_of(OllamaChatRequest.model_validate({"messages": messages})).messages
+    ids = [each["id"] for each in found[0].tool_calls or ()]
+    return [ids.index(message.tool_call_id) for message in found[1:]]
+
+
+def test_calls_without_ids_take_results_that_have_some() -> None:
+    """As LiteLLM sends a conversation that it had through OpenAI's API."""
+    assert results_of([None, None], ["x", "y"]) == [0, 1]
+    assert results_of(["x", "y"], ["y", "x"]) == [1, 0]
+    assert results_of([None, "x"], ["x", "y"]) == [1, 0]
+    with pytest.raises(ApiError, match="no message before it has a call"):
+        results_of(["x"], ["y"])
 
 
 def test_calls_and_thoughts_are_streamed_whole(fake: RunningServer) -> None:

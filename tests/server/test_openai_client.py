@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -83,8 +84,15 @@ def test_a_stream_of_completions_adds_up(client: openai.OpenAI) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
-def test_usage_comes_last_in_a_stream(client: openai.OpenAI) -> None:
-    *chunks, last = chat(client, stream=True, stream_options={"include_usage": True})
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stream_options": {"include_usage": True}},
+        {"extra_body": {"usage": {"include": True}}},  # OpenRouter's clients
+    ],
+)
+def test_usage_comes_last_in_a_stream(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    *chunks, last = chat(client, stream=True, **asked)
     assert all(chunk.usage is None for chunk in chunks)
     assert last.choices == []
     assert last.usage.completion_tokens == 8

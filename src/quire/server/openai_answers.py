@@ -69,7 +69,7 @@ class OpenAIFrames(ABC):
         }
         options = generation.body.stream_options
         self._call = generation.call
-        self._with_usage = bool(options and options.include_usage)
+        self._with_usage = generation.body.streams_usage
         self._with_token_ids = bool(generation.body.return_token_ids)
         self._head = "data: " + json.dumps(shared)[:-1] + ', "choices": ['
         self._with_counts = bool(options and options.continuous_usage_stats)

@@ -115,6 +115,10 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = accepted("it pads events and changes no text")
 
 
+class UsageOptions(Strict):
+    include: bool | None = Field(default=None, description="as stream_options.include_usage")
+
+
 class TextFormat(Strict):
     type: Literal["text"] = Field(description="any text")
 
@@ -207,6 +211,9 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
     )
     stream: bool | None = Field(default=None, description="answer by server-sent events")
     stream_options: StreamOptions | None = Field(default=None, description="needs stream: true")
+    usage: UsageOptions | None = Field(
+        default=None, description="OpenRouter's: whole answers have counts anyway"
+    )
     stop: (
         StopText
         | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
@@ -323,6 +330,12 @@ class Generation(CommonFields, SamplerFields, GenerationClientFields):
     ebnf: str | None = Field(
         default=None, description="SGLang's name of structured_outputs.grammar"
     )
+
+    @property
+    def streams_usage(self) -> bool:
+        """Whether a stream ends with a chunk of counts."""
+        options, usage = self.stream_options, self.usage
+        return bool((options and options.include_usage) or (usage and usage.include))
 
     @property
     def num_prompt_scores(self) -> int | None:

@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, ValidationError
 
@@ -328,7 +328,7 @@ def _format(body: AnswerFields) -> dict[str, Any] | None:
 
 def _messages(messages: list[OllamaMessage]) -> Iterator[dict[str, Any]]:
     """As a chat's; calls without ids get some, and results those of the calls that they answer."""
-    unanswered: list[tuple[str, str]] = []  # ids and names
+    unanswered: list[_Call] = []
     count = 0
     for number, message in enumerate(messages):
         found: dict[str, Any] = {"role": message.role}
@@ -345,18 +345,29 @@ def _messages(messages: list[OllamaMessage]) -> Iterator[dict[str, Any]]:
                 function = {"name": name, "arguments": arguments}
                 entry = {"id": call_id, "type": "function", "function": function}
                 found["tool_calls"].append(entry)
-                unanswered.append((call_id, name))
+                unanswered.append(_Call(call_id, name, bool(call.id)))
         if message.role == "tool":
             found["tool_call_id"] = _answered(message, unanswered, f"messages[{number}]")
         yield found
 
 
-def _answered(message: OllamaMessage, unanswered: list[tuple[str, str]], where: str) -> str:
-    """The id of the call that a result belongs to: by its id, by the tool, or the first."""
-    for call_id, name in unanswered:
-        if message.tool_call_id in (None, call_id) and message.tool_name in (None, "", name):
-            unanswered.remove((call_id, name))
-            return call_id
+class _Call(NamedTuple):
+    """A call without its result."""
+
+    id: str
+    name: str
+    has_own_id: bool  # the client gave it
+
+
+def _answered(message: OllamaMessage, unanswered: list[_Call], where: str) -> str:
+    """The id of the call that a result belongs to: by its id, by the tool, or the first. A call
+    without an id is that of any: LiteLLM leaves out the calls' ids and sends the results'."""
+    own = message.tool_call_id
+    by_id = [call for call in unanswered if call.id == own]
+    for call in by_id or [call for call in unanswered if own is None or not call.has_own_id]:
+        if message.tool_name in (None, "", call.name):
+            unanswered.remove(call)
+            return call.id
     raise ApiError(
         400,
         f"{where} is the result of a tool, and no message before it has a call that it answers",
