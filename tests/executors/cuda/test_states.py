@@ -222,7 +222,6 @@ def test_chunks_and_others_change_no_bit(part: StateMixer) -> None:
         (replace(DELTA_NET, key_dim=MAX_KEY_DIM + 1), "layer 3 has key_dim of 1025"),
         (replace(DELTA_NET, num_heads=1 << 13, value_dim=1), "heads of 8192"),
         (replace(MAMBA, num_groups=1, num_heads=700), "are normed together of 35000"),
-        (replace(MAMBA, has_norm=False), "layer 3 has no norm of what its heads leave"),
     ],
 )
 def test_sizes_without_a_kernel_are_refused(part: StateMixer, what: str) -> None:

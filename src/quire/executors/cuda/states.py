@@ -71,11 +71,6 @@ class States:
 def check_states(spec: ModelSpec) -> None:
     """Refuse sizes that no kernel has."""
     for index, part in spec.states.items():
-        if part.kind is not StateKind.CONVOLUTION and not part.has_norm:
-            raise UnsupportedModelError(
-                f"the state of layer {index} has no norm of what its heads leave, which the CUDA "
-                "executor does not run yet: use device='cpu'"
-            )
         bounds = {
             "key_dim": (part.key_dim, MAX_KEY_DIM),
             "heads": (part.num_heads, MAX_HEADS),
