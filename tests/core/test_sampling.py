@@ -257,7 +257,7 @@ def test_a_constraint_holds_text() -> None:
 
 def test_what_is_put_together_of_tools_is_named_by_them() -> None:
     with pytest.raises(
-        RequestError, match="schemas of tools and answer have 131073 char"
+        RequestError, match="schemas of tools and answer have 524289 char"
     ) as caught:
         Constraint("answer", "a" * (MAX_CONSTRAINT_LENGTH + 1))
     assert caught.value.param == "tools"

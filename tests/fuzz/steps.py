@@ -157,6 +157,19 @@ def with_states(rng: Rng, spec: ModelSpec) -> ModelSpec:
     kind, kernel = pick(rng, list(StateKind)), pick(rng, [2, 3, 4, 64])
     if kind is StateKind.CONVOLUTION:
         mixer = StateMixer(kind=kind, kernel=kernel, value_dim=pick(rng, [1, 15, 33, 520]))
+    elif kind is StateKind.MAMBA_1:
+        has_norms = bool(rng.integers(2))
+        mixer = StateMixer(
+            kind=kind,
+            kernel=kernel,
+            key_dim=pick(rng, [1, 3, 16, 33]),
+            value_dim=pick(rng, [1, 7, 16, 65]),
+            step_rank=pick(rng, [1, 3, 32]),
+            has_convolution_bias=bool(rng.integers(2)),
+            norm_epsilon=1e-5,
+            has_step_norms=has_norms,
+            has_step_weights=has_norms and bool(rng.integers(2)),
+        )
     else:
         num_groups = pick(rng, [1, 1, 2, 5])
         mixer = StateMixer(

@@ -163,7 +163,7 @@ def _spec(family: Family, fields: Fields, tensors: Mapping[str, Tensor]) -> Mode
     norm = _norm(family, fields)
     feeds = _fed_layers(family, fields, num_layers)
     states = _states(family, fields, tensors, hidden_size, feeds)
-    attends = _attending_layers(family, feeds, states)
+    attends = _layers_with_attention(family, feeds, states)
     windows = _windows(family, fields, num_layers)
     attention: Attention | None = None
     ropes: tuple[Rope | None, ...] = (None,) * num_layers
@@ -334,7 +334,7 @@ def _fed_layers(family: Family, fields: Fields, num_layers: int) -> tuple[bool, 
     return tuple(size > 0 for size in sizes[:num_layers])
 
 
-def _attending_layers(
+def _layers_with_attention(
     family: Family, feeds: tuple[bool, ...], states: tuple[StateMixer | None, ...]
 ) -> tuple[bool, ...]:
     if family.has_state_beside:
