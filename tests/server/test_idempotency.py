@@ -94,7 +94,7 @@ def test_another_request_with_the_key_is_refused(tiny: RunningServer) -> None:
 
 
 def test_mistakes_of_the_client_are_sent_again(tiny: RunningServer) -> None:
-    body = {"prompt": "one", "max_tokens": -1}
+    body = {"prompt": "one", "max_tokens": -2}
     first, again = (tiny.post(TEXT, body, key("wrong")) for _ in range(2))
     assert first.status == again.status == 400
     assert first.body == again.body

@@ -189,7 +189,7 @@ def test_nothing_is_loaded_before_it_is_asked_for(folder: Path) -> None:
         (b'{"model": "\xff", "prompt": "x"}', 400, None),
         (b'{"model": "\\ud800", "prompt": "x"}', 404, "model"),
         (b'{"model": "green", "prompt": "x", "model": "red"}', 400, "model"),
-        ({"model": "red", "prompt": "x", "max_tokens": -1}, 400, "max_tokens"),
+        ({"model": "red", "prompt": "x", "max_tokens": -2}, 400, "max_tokens"),
     ],
 )
 def test_nothing_is_loaded_for_a_body_that_is_wrong(

@@ -95,7 +95,7 @@ def test_an_answer_is_what_the_server_would_have_sent(
 
 
 def test_lines_that_are_refused_are_in_the_file_of_errors(client: openai.OpenAI) -> None:
-    lines = [line(0), line(1, max_tokens=-1), line(2), line(3, foo=1)]
+    lines = [line(0), line(1, max_tokens=-2), line(2), line(3, foo=1)]
     done = wait(client, begin(client, lines))
     assert done.status == "completed"
     assert done.request_counts is not None

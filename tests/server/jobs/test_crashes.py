@@ -37,7 +37,7 @@ def _request(number: int) -> dict[str, Any]:
     fields.append({"seed": number})
     body = {"messages": messages, "max_tokens": 24, **fields[number % len(fields)]}
     if number % 13 == 12:
-        body["max_tokens"] = -1
+        body["max_tokens"] = -2
     return {
         "custom_id": f"r{number}",
         "method": "POST",
