@@ -54,7 +54,7 @@ assert answer.choices[0].message.content == "It is sunny."
 answer = ask([QUESTION], response_format=Person)
 assert Person.model_validate_json(answer.choices[0].message.content) == Person(name="Bob", age=3)
 try:
-    ask([QUESTION], max_tokens=-1)
+    ask([QUESTION], max_tokens=-2)
 except litellm.BadRequestError as error:
     assert "max_tokens" in str(error)
 else:
