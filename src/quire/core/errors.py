@@ -62,7 +62,7 @@ class ContextLengthError(RequestError):
 
 
 class OverloadedError(QuireError):
-    """The queue is full."""
+    """There is no room now: the queue is full, or too many large constraints are in use."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)

@@ -38,16 +38,18 @@ class MatcherBudget:
             raise RequestError(message, param="n")
         with self._lock:
             self._count_given_back()
-            has_room = self._num_characters + wanted <= MAX_MATCHER_CHARACTERS
-        if not has_room:
-            raise OverloadedError("too many large constraints are in use", _RETRY_S)
-        self.hold(owner, wanted)
+            if self._num_characters + wanted > MAX_MATCHER_CHARACTERS:
+                raise OverloadedError("too many large constraints are in use", _RETRY_S)
+            self._hold(owner, wanted)
 
     def hold(self, owner: object, num_characters: int) -> None:
         """As long as there is the owner."""
         with self._lock:
             self._count_given_back()
-            self._num_characters += num_characters
+            self._hold(owner, num_characters)
+
+    def _hold(self, owner: object, num_characters: int) -> None:
+        self._num_characters += num_characters
         weakref.finalize(owner, self._given_back.append, num_characters).atexit = False
 
     def _count_given_back(self) -> None:
